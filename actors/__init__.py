@@ -1,0 +1,1 @@
+"""Hold: processes, sockets, GPUs and shared memory, each behind one owner."""

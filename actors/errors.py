@@ -1,0 +1,46 @@
+"""How one request can end without a completion, told apart by the two facts a retry needs."""
+
+from typing import ClassVar
+
+
+class RequestFault(Exception):
+    """One request ended without a completion. `fault` is the name stored with a failed row."""
+
+    retry_helps: ClassVar[bool]
+    blames_server: ClassVar[bool]
+
+    def __init__(self, fault: str, detail: str) -> None:
+        super().__init__(f"{fault}: {detail}")
+        self.fault = fault
+        self.detail = detail
+
+    def __reduce__(self) -> tuple:
+        return (type(self), (self.fault, self.detail))
+
+
+class Unreachable(RequestFault):
+    """Refused, reset, cut short, or silent past the deadline."""
+
+    retry_helps, blames_server = True, True
+
+
+class Overloaded(RequestFault):
+    """The server is healthy and full (503, 429), or took the request back (abort)."""
+
+    retry_helps, blames_server = True, False
+
+
+class Refused(RequestFault):
+    """The server understood and said no (400, prompt too long). Asking again changes nothing."""
+
+    retry_helps, blames_server = False, False
+
+
+class BadReply(RequestFault):
+    """A 200 that breaks the contract: a missing count, a foreign rid, a NaN, ids out of range."""
+
+    retry_helps, blames_server = True, True
+
+
+class ServerFailed(Exception):
+    """A server process did not start, or died more often than its configuration allows."""

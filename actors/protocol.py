@@ -1,0 +1,368 @@
+"""SGLang's HTTP contract (0.5.23): the only place that knows its JSON keys.
+
+Client half: a request becomes a body, a reply becomes a `Completion` or a typed fault.
+Nothing here has a default for something that is missing: absent is not zero.
+Source of the shapes: sglang 0.5.23, `managers/io_struct.py`, `managers/tokenizer_manager.py`,
+`entrypoints/http_server.py`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from actors.config import Sampling
+from actors.errors import BadReply, Overloaded, Refused, RequestFault, Unreachable
+
+GENERATE = "/generate"
+HEALTH = "/health"
+MODEL_INFO = "/model_info"
+SERVER_INFO = "/server_info"
+LOADS = "/v1/loads"
+ABORT = "/abort_request"
+
+# SGLang turns a NaN into this "stop", status 200, with the bad id overwritten (schedule_batch.py).
+NAN_HAPPENED = "NaN happened"
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt, one sample. `sampling_params` holds every field that is sent, and is stored."""
+
+    rid: str
+    input_ids: tuple[int, ...]
+    sampling_params: Mapping[str, Any]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The cap that was sent."""
+        return int(self.sampling_params["max_new_tokens"])
+
+    def body(self) -> bytes:
+        """The JSON that goes over the wire."""
+        return json.dumps(
+            {
+                "rid": self.rid,
+                "input_ids": list(self.input_ids),
+                "sampling_params": dict(self.sampling_params),
+                "stream": False,
+                "return_prompt_token_ids": True,
+            },
+            separators=(",", ":"),
+        ).encode()
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Why generation ended. `matched` is the stop token id, or the stop string."""
+
+    kind: Literal["stop", "length"]
+    matched: int | str | None
+    length: int | None
+
+    def __post_init__(self) -> None:
+        assert (self.kind == "length") == (self.length is not None)
+
+
+@dataclass(frozen=True)
+class SpeculationCounters:
+    """What the server counted while it verified drafts for one request.
+
+    AL is `1 + correct_drafts / verifications`; SGLang's own `spec_accept_length` also counts the
+    token of the prefill.
+    """
+
+    verifications: int
+    correct_drafts: int
+    correct_drafts_histogram: tuple[int, ...]  # index k: verifications with k accepted drafts
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A reply that kept the contract. `output_ids` are the server's own, stop token included."""
+
+    rid: str
+    output_ids: tuple[int, ...]
+    text: str
+    finish: Finish
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: str
+    speculation: SpeculationCounters | None
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What `/model_info` says."""
+
+    model_path: str
+    tokenizer_path: str
+    weight_version: str
+    reasoning_parser: str | None
+    preferred_sampling_params: Any
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What `/server_info` says, as far as a run depends on it. `raw` is kept for the manifest."""
+
+    version: str
+    context_length: int | None
+    max_total_num_tokens: int | None
+    max_running_requests: int | None
+    allow_auto_truncate: bool
+    speculative_algorithm: str | None
+    raw: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What `/v1/loads` says of one server, over its data-parallel ranks."""
+
+    running: int
+    waiting: int
+    used_tokens: int
+
+
+def sampling_params(
+    sampling: Sampling, *, max_new_tokens: int, seed: int, stop_token_ids: Sequence[int]
+) -> dict[str, Any]:
+    """Every sampling field, explicitly. `max_new_tokens` is the row's own, at most the cap.
+
+    The last four fields make `text` a faithful review copy: no stop trimmed, no special token
+    hidden. Token stops only, no stop strings.
+    """
+    assert 0 <= max_new_tokens <= sampling.max_new_tokens
+    return {
+        "max_new_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "sampling_seed": seed,
+        "stop_token_ids": list(stop_token_ids),
+        "ignore_eos": False,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "no_stop_trim": True,
+    }
+
+
+def parse_completion(
+    request: GenerateRequest, status: int, body: bytes, *, vocab_size: int
+) -> Completion:
+    """Read one reply to `/generate`. Raises the `RequestFault` that says how it broke."""
+    if status != 200:
+        raise fault_of(status, body)
+    reply = _json_object(body)
+    if "error" in reply:  # an error inside a 200
+        raise BadReply("error_in_200", _shorten(reply["error"]))
+    meta = _field(reply, "meta_info", dict)
+    rid = _field(meta, "id", str)
+    if rid != request.rid:
+        raise BadReply("foreign_rid", f"asked for {request.rid!r}, got {rid!r}")
+    finish = _finish(meta)  # an abort is known before its missing counts are missed
+    output_ids = _ids(reply, "output_ids", vocab_size)
+    if "prompt_token_ids" in reply:
+        echoed = _ids(reply, "prompt_token_ids", vocab_size)
+        if echoed != request.input_ids:
+            raise BadReply("foreign_prompt", f"{len(echoed)} prompt ids came back, not ours")
+    prompt_tokens = _count(meta, "prompt_tokens")
+    if prompt_tokens != len(request.input_ids):
+        raise BadReply("prompt_tokens", f"sent {len(request.input_ids)}, counted {prompt_tokens}")
+    completion_tokens = _count(meta, "completion_tokens")
+    if completion_tokens != len(output_ids):
+        raise BadReply("completion_tokens", f"{len(output_ids)} ids, counted {completion_tokens}")
+    _check_finish(request, finish, output_ids)
+    return Completion(
+        rid=rid,
+        output_ids=output_ids,
+        text=_field(reply, "text", str),
+        finish=finish,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        cached_tokens=_count(meta, "cached_tokens"),
+        weight_version=_field(meta, "weight_version", str),
+        speculation=_speculation(meta),
+    )
+
+
+def fault_of(status: int, body: bytes) -> RequestFault:
+    """Turn an HTTP status that is not 200 into its fault. Understands SGLang's error shapes."""
+    detail = f"HTTP {status}: {_error_message(body)}"
+    match status:
+        case 408 | 504 | 502:
+            return Unreachable(f"http_{status}", detail)
+        case 429 | 503:
+            return Overloaded(f"http_{status}", detail)
+        case 400 | 401 | 403 | 404 | 413 | 422:
+            return Refused(f"http_{status}", detail)
+        case _ if status >= 500:
+            return Unreachable(f"http_{status}", detail)
+        case _:
+            return BadReply(f"http_{status}", detail)
+
+
+def parse_model_info(status: int, body: bytes) -> ModelInfo:
+    """Read `/model_info`."""
+    if status != 200:
+        raise fault_of(status, body)
+    reply = _json_object(body)
+    return ModelInfo(
+        model_path=_field(reply, "model_path", str),
+        tokenizer_path=_field(reply, "tokenizer_path", str),
+        weight_version=_field(reply, "weight_version", str),
+        reasoning_parser=_optional(reply, "reasoning_parser", str),
+        preferred_sampling_params=_present(reply, "preferred_sampling_params"),
+    )
+
+
+def parse_server_info(status: int, body: bytes) -> ServerInfo:
+    """Read `/server_info`."""
+    if status != 200:
+        raise fault_of(status, body)
+    reply = _json_object(body)
+    return ServerInfo(
+        version=_field(reply, "version", str),
+        context_length=_optional(reply, "context_length", int),
+        max_total_num_tokens=_optional(reply, "max_total_num_tokens", int),
+        max_running_requests=_optional(reply, "max_running_requests", int),
+        allow_auto_truncate=_field(reply, "allow_auto_truncate", bool),
+        speculative_algorithm=_optional(reply, "speculative_algorithm", str),
+        raw=reply,
+    )
+
+
+def parse_loads(status: int, body: bytes) -> Load:
+    """Read `/v1/loads?include=core`: sums over the data-parallel ranks."""
+    if status != 200:
+        raise fault_of(status, body)
+    ranks = _field(_json_object(body), "loads", list)
+    if not ranks or not all(isinstance(rank, dict) for rank in ranks):
+        raise BadReply("loads", f"no rank in {_shorten(ranks)}")
+    return Load(
+        running=sum(_count(rank, "num_running_reqs") for rank in ranks),
+        waiting=sum(_count(rank, "num_waiting_reqs") for rank in ranks),
+        used_tokens=sum(_count(rank, "num_used_tokens") for rank in ranks),
+    )
+
+
+def _finish(meta: Mapping[str, Any]) -> Finish:
+    reason = _field(meta, "finish_reason", dict)
+    kind = _field(reason, "type", str)
+    match kind:
+        case "abort":
+            raise Overloaded("abort", _shorten(reason.get("message")))
+        case "length":
+            return Finish("length", None, _count(reason, "length"))
+        case "stop":
+            matched = _present(reason, "matched")
+            if matched == NAN_HAPPENED:
+                raise BadReply("nan", "the server met a NaN and wrote a stop over it")
+            if isinstance(matched, bool) or not isinstance(matched, int | str):
+                raise BadReply("finish_reason", f"matched is {_shorten(matched)}")
+            return Finish("stop", matched, None)
+        case _:
+            raise BadReply("finish_reason", f"unknown type {kind!r}")
+
+
+def _check_finish(request: GenerateRequest, finish: Finish, output_ids: tuple[int, ...]) -> None:
+    """The finish must agree with the ids and with what was asked."""
+    asked = request.max_new_tokens
+    if len(output_ids) > asked:
+        raise BadReply("too_many_tokens", f"asked for at most {asked}, got {len(output_ids)}")
+    match finish.kind:
+        case "length":
+            if finish.length != asked or len(output_ids) != asked:
+                # The scheduler clips max_new_tokens in silence when the KV pool is small.
+                raise BadReply(
+                    "clipped", f"asked {asked}, finish says {finish.length}, {len(output_ids)} ids"
+                )
+        case "stop":
+            if not output_ids:
+                raise BadReply("empty_stop", "stopped without a token")
+            if isinstance(finish.matched, int) and output_ids[-1] != finish.matched:
+                raise BadReply(
+                    "stop_mismatch", f"matched {finish.matched}, last id {output_ids[-1]}"
+                )
+
+
+def _speculation(meta: Mapping[str, Any]) -> SpeculationCounters | None:
+    if "spec_verify_ct" not in meta:
+        return None
+    histogram = _field(meta, "spec_correct_drafts_histogram", list)
+    if not all(isinstance(n, int) and not isinstance(n, bool) for n in histogram):
+        raise BadReply("spec_counters", f"histogram {_shorten(histogram)}")
+    return SpeculationCounters(
+        verifications=_count(meta, "spec_verify_ct"),
+        correct_drafts=_count(meta, "spec_num_correct_drafts"),
+        correct_drafts_histogram=tuple(histogram),
+    )
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        reply = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadReply("not_json", f"{error}: {_shorten(body[:200])}") from error
+    if not isinstance(reply, dict):
+        raise BadReply("not_an_object", _shorten(reply))
+    return reply
+
+
+def _present(holder: Mapping[str, Any], key: str) -> Any:
+    if key not in holder:
+        raise BadReply(f"missing_{key}", f"the reply has {sorted(holder)}")
+    return holder[key]
+
+
+def _field(holder: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = _present(holder, key)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise BadReply(f"type_{key}", f"expected {kind.__name__}, got {_shorten(value)}")
+    return value
+
+
+def _optional(holder: Mapping[str, Any], key: str, kind: type) -> Any:
+    return None if _present(holder, key) is None else _field(holder, key, kind)
+
+
+def _count(holder: Mapping[str, Any], key: str) -> int:
+    value: int = _field(holder, key, int)
+    if value < 0:
+        raise BadReply(f"type_{key}", f"negative count {value}")
+    return value
+
+
+def _ids(reply: Mapping[str, Any], key: str, vocab_size: int) -> tuple[int, ...]:
+    ids = _field(reply, key, list)
+    for token in ids:
+        if type(token) is not int:
+            raise BadReply(f"type_{key}", f"{_shorten(token)} is no token id")
+        if not 0 <= token < vocab_size:
+            raise BadReply("id_out_of_vocabulary", f"{token} of {vocab_size}")
+    return tuple(ids)
+
+
+def _error_message(body: bytes) -> str:
+    """The message in any of SGLang's error shapes, or the start of whatever came instead."""
+    try:
+        reply = json.loads(body)
+    except (ValueError, RecursionError):
+        return _shorten(body.decode(errors="replace"))
+    match reply:
+        case {"error": {"message": str(message)}} | {"message": str(message)}:
+            return message
+        case {"error": str(message)}:
+            return message
+        case _:
+            return _shorten(reply)
+
+
+def _shorten(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 300 else text[:300] + "..."

@@ -1,0 +1,1 @@
+"""Compose: one verb per file, artefact in, artefact out."""

@@ -1,0 +1,317 @@
+"""One YAML recipe is one run: composed from the configs of the three packages, strict and frozen.
+
+No environment variable of ours changes a run. `EYAS_CACHE` moves the cache folder of `make target`.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from actors.config import PoolConfig, Sampling, Servers
+from pipelines.errors import BadRecipe
+from pipelines.schema import Domain
+from training.config import DraftShape, TrainConfig
+
+_Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,62}$")]
+_Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Strict(BaseModel):
+    """A part of a recipe: frozen, typed strictly, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TargetProfile(Strict):
+    """What is special about a target. Ids are checked against the tokenizer, never trusted."""
+
+    # Where the tool declarations go: the template's own branch, or, for a template without one,
+    # JSON schemas in the system message.
+    tools: Literal["template", "system_message"]
+    think_open_id: int | None
+    think_close_id: int | None
+    template_arguments: dict[str, Any]
+    stop_token_ids: tuple[int, ...] = Field(min_length=1)
+    reserved_ids: tuple[int, ...]  # ids that a sane response never holds
+    aux_layer_ids: tuple[int, ...]  # "output of layer j", ascending
+
+    @model_validator(mode="after")
+    def _markers_come_in_pairs(self) -> "TargetProfile":
+        if (self.think_open_id is None) != (self.think_close_id is None):
+            raise ValueError("give both think_open_id and think_close_id, or null for both")
+        return self
+
+
+class Target(Strict):
+    """The served model: a local Hugging Face causal LM folder."""
+
+    path: str
+    profile: TargetProfile
+    trust_remote_code: bool
+
+
+class PromptSet(Strict):
+    """One source of prompts. `path` is JSONL or Parquet with `messages`, and `tools` where any."""
+
+    name: _Name
+    path: str
+    domain: Domain
+
+
+class Prompts(Strict):
+    """What is asked: sets to train on, and held-out sets to measure acceptance on."""
+
+    train: tuple[PromptSet, ...] = Field(min_length=1)
+    evaluation: tuple[PromptSet, ...] = Field(min_length=1)
+    context_tokens: PositiveInt  # prompt and response together
+    min_response_tokens: PositiveInt  # a prompt that leaves less room than this is rejected
+    # What happens to prompts that cannot be used: stop says which; reject keeps them aside, named.
+    on_bad_prompt: Literal["stop", "reject"]
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> "Prompts":
+        names = [one.name for one in (*self.train, *self.evaluation)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two prompt sets are named {twice[0]!r}; give each its own name")
+        return self
+
+
+class Gates(Strict):
+    """When a response is rejected, and when the run stops."""
+
+    finish_reasons: tuple[Literal["stop", "length"], ...] = Field(min_length=1)
+    min_content_tokens: NonNegativeInt
+    max_one_token_share: _Share  # one token making up more than this of a response: a loop
+    canary_rows: PositiveInt  # the first rows of each set, judged before the tap opens
+    max_rejected_share: _Share  # of the canary, and of every later window of as many rows
+    min_reasoning_share: _Share  # of canary rows; 0 for a target that does not reason
+
+
+class Generate(Strict):
+    """How responses are made."""
+
+    servers: Servers
+    sampling: Sampling
+    gates: Gates
+    pool: PoolConfig = PoolConfig()
+    workers: PositiveInt = 1
+
+
+class Capture(Strict):
+    """How hidden states are made."""
+
+    servers: Servers
+    samples_per_shard: PositiveInt = 64
+    max_bytes: PositiveInt  # the quota, compared with an estimate before the first byte
+    pool: PoolConfig = PoolConfig()
+
+
+class Evaluate(Strict):
+    """How acceptance is measured: chain speculation, greedy, through the chat template."""
+
+    servers: Servers
+    draft_steps: PositiveInt  # tokens drafted for one verification
+    max_new_tokens: PositiveInt
+    prompts_per_set: PositiveInt
+    pool: PoolConfig = PoolConfig()
+
+
+class RayConfig(Strict):
+    """The Ray cluster: `address` null starts one on this machine for the length of the run."""
+
+    address: str | None
+    dashboard: bool = False
+    object_store_bytes: PositiveInt | None = None
+
+
+class Recipe(Strict):
+    """One run."""
+
+    name: _Name
+    run_folder: str
+    ray: RayConfig
+    target: Target
+    prompts: Prompts
+    generate: Generate
+    capture: Capture
+    draft: DraftShape
+    train: TrainConfig
+    evaluate: Evaluate
+
+
+def cache_folder() -> Path:
+    """Where converted targets are kept: `EYAS_CACHE`, or `eyas` in the user's cache folder."""
+    if "EYAS_CACHE" in os.environ:
+        return Path(os.environ["EYAS_CACHE"]).expanduser().resolve()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eyas"
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, apply `key.path=value` overrides, check everything. Raises `BadRecipe`.
+
+    Relative paths in a recipe are taken from the recipe's own folder, except `run_folder`, which
+    is taken from the working folder. `{cache}` stands for the cache folder.
+    """
+    try:
+        mapping = yaml.safe_load(path.read_text())
+    except FileNotFoundError as error:
+        raise BadRecipe(
+            f"there is no recipe at {path}", expected="a YAML file", change="check the path"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRecipe(
+            f"{path} cannot be read: {error}", expected="a YAML file", change="check the file"
+        ) from error
+    except yaml.YAMLError as error:
+        raise BadRecipe(
+            f"{path} is not YAML: {error}",
+            expected="one mapping of keys to values",
+            change="mend the line that the message names",
+        ) from error
+    if not isinstance(mapping, dict):
+        raise BadRecipe(
+            f"{path} holds a {type(mapping).__name__}",
+            expected="one mapping of keys to values",
+            change="compare it with recipes/quickstart.yaml",
+        )
+    _read_profile(mapping, path)
+    for override in overrides:
+        _apply(mapping, override)
+    recipe = parse_recipe(mapping, str(path))
+    return _with_absolute_paths(recipe, path.resolve().parent)
+
+
+def parse_recipe(mapping: dict[str, Any], origin: str) -> Recipe:
+    """Check a mapping. JSON mode: lists become tuples, yet "10" is still refused for an int."""
+    try:
+        return Recipe.model_validate_json(json.dumps(mapping))
+    except (ValidationError, TypeError) as error:
+        raise BadRecipe(
+            f"{origin} is not a recipe:\n{_explain(error)}",
+            expected="the keys and types of pipelines/recipe.py; recipes/quickstart.yaml is one",
+            change="mend the keys named above",
+        ) from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML. No field of a recipe holds a secret; those stay outside."""
+    return yaml.safe_dump(json.loads(recipe.model_dump_json()), sort_keys=False)
+
+
+def fingerprint(recipe: Recipe, stage: str) -> str:
+    """What a stage's artefact depends on, as a hash: its own part and everything upstream.
+
+    Comfort (pool, ports, log intervals, where the run lies) is left out: it changes no row.
+    """
+    parts = _dependencies(json.loads(recipe.model_dump_json()))
+    chain = {key: parts[key] for key in _UPSTREAM[stage]}
+    return hashlib.sha256(json.dumps(chain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_UPSTREAM: dict[str, tuple[str, ...]] = {
+    "prepare": ("prepare",),
+    "generate": ("prepare", "generate"),
+    "capture": ("prepare", "generate", "capture"),
+    "train": ("prepare", "generate", "capture", "train"),
+    "export": ("prepare", "generate", "capture", "train"),
+    "evaluate": ("prepare", "generate", "capture", "train", "evaluate"),
+}
+
+
+def _dependencies(recipe: dict[str, Any]) -> dict[str, Any]:
+    train = dict(recipe["train"])
+    for comfort in ("checkpoint_every_steps", "checkpoints_kept", "log_every_steps"):
+        del train[comfort]
+    return {
+        "prepare": [recipe["target"], recipe["prompts"]],
+        "generate": [recipe["generate"]["sampling"], recipe["generate"]["gates"]],
+        "capture": [],
+        "train": [recipe["draft"], train],
+        "evaluate": [
+            recipe["evaluate"][key] for key in ("draft_steps", "max_new_tokens", "prompts_per_set")
+        ],
+    }
+
+
+def _read_profile(mapping: dict[str, Any], path: Path) -> None:
+    """`target.profile` may name a YAML file beside the recipe instead of holding the keys."""
+    target = mapping.get("target")
+    if not isinstance(target, dict) or not isinstance(target.get("profile"), str):
+        return
+    profile = path.resolve().parent / target["profile"]
+    try:
+        target["profile"] = yaml.safe_load(profile.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadRecipe(
+            f"target.profile: {profile} cannot be read: {error}",
+            expected="a YAML file with the keys of a target profile",
+            change="see recipes/targets for examples",
+        ) from error
+
+
+def _apply(mapping: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise BadRecipe(
+            f"--set {override!r}",
+            expected="key.path=value",
+            change="for example --set train.epochs=2",
+        )
+    *parents, leaf = key.split(".")
+    place: Any = mapping
+    for parent in parents:
+        place = place.get(parent) if isinstance(place, dict) else None
+    if not isinstance(place, dict):
+        raise BadRecipe(
+            f"--set {override!r}: the recipe has no {'.'.join(parents)!r}",
+            expected="a key that the recipe holds",
+            change="see recipes/quickstart.yaml for the names",
+        )
+    place[leaf] = yaml.safe_load(text)
+
+
+def _with_absolute_paths(recipe: Recipe, beside: Path) -> Recipe:
+    def absolute(text: str) -> str:
+        return str((beside / Path(text.format(cache=cache_folder())).expanduser()).resolve())
+
+    def sets(given: tuple[PromptSet, ...]) -> tuple[PromptSet, ...]:
+        return tuple(one.model_copy(update={"path": absolute(one.path)}) for one in given)
+
+    return recipe.model_copy(
+        update={
+            "run_folder": str(Path(recipe.run_folder).expanduser().resolve()),
+            "target": recipe.target.model_copy(update={"path": absolute(recipe.target.path)}),
+            "prompts": recipe.prompts.model_copy(
+                update={
+                    "train": sets(recipe.prompts.train),
+                    "evaluation": sets(recipe.prompts.evaluation),
+                }
+            ),
+        }
+    )
+
+
+def _explain(error: ValidationError | TypeError) -> str:
+    if isinstance(error, TypeError):
+        return f"  {error}"
+    lines = []
+    for one in error.errors(include_url=False, include_context=False):
+        where = ".".join(str(part) for part in one["loc"]) or "(top)"
+        seen = "" if one["type"] in ("missing", "extra_forbidden") else f" (seen: {one['input']!r})"
+        lines.append(f"  {where}: {one['msg']}{seen}")
+    return "\n".join(lines)

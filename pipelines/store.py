@@ -1,0 +1,241 @@
+"""A run folder on disk: where each artefact lies, atomic writes, the manifest, the lock."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.errors import BadRecipe, PreflightFailed
+
+STAGES = ("prepare", "generate", "capture", "train", "export", "evaluate")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The layout of one run. Holds no handle and no state: every process may make its own."""
+
+    root: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe, secrets redacted."""
+        return self.root / "recipe.yaml"
+
+    @property
+    def manifest(self) -> Path:
+        """What each finished stage made, with counts and checksums."""
+        return self.root / "manifest.json"
+
+    @property
+    def events(self) -> Path:
+        """Facts for machines, one JSON object a line."""
+        return self.root / "events.jsonl"
+
+    @property
+    def prompts(self) -> Path:
+        """`prompts/<set>/*.parquet`, and `_rejected/<set>.parquet` beside them."""
+        return self.root / "prompts"
+
+    @property
+    def responses(self) -> Path:
+        """`responses/<set>/*.parquet`, only rows with status ok."""
+        return self.root / "responses"
+
+    @property
+    def rejected_responses(self) -> Path:
+        """`responses/_rejected/<set>/*.parquet`: rejected and failed rows with their reason."""
+        return self.responses / "_rejected"
+
+    @property
+    def segments(self) -> Path:
+        """`responses/_segments/<set>/*.arrow`: rows made durable as they arrived."""
+        return self.responses / "_segments"
+
+    @property
+    def features(self) -> Path:
+        """Hidden-state shards and their index."""
+        return self.root / "features"
+
+    @property
+    def draft_vocab(self) -> Path:
+        """`d2t`, `t2d`, and the counts they came from."""
+        return self.root / "draft_vocab.safetensors"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Training checkpoints, each with its place in the data."""
+        return self.root / "checkpoints"
+
+    @property
+    def training(self) -> Path:
+        """What training learned about itself: `metrics.jsonl`, `summary.json`."""
+        return self.root / "training"
+
+    @property
+    def draft(self) -> Path:
+        """The exported draft, as SGLang loads it."""
+        return self.root / "draft"
+
+    @property
+    def evaluation(self) -> Path:
+        """Acceptance lengths, by domain, against the baselines."""
+        return self.root / "evaluation.json"
+
+    @property
+    def report(self) -> Path:
+        """One self-contained page."""
+        return self.root / "report.html"
+
+    @property
+    def logs(self) -> Path:
+        """Server and worker logs."""
+        return self.root / "logs"
+
+    def create(self) -> None:
+        """Make the folder. Raises `PreflightFailed` where that is not allowed."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe = self.root / f".writable-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise PreflightFailed(
+                f"the run folder {self.root} cannot be written: {error.strerror}",
+                expected="a folder that this user may create files in",
+                change="set run_folder in the recipe to such a folder, or mend its permissions",
+            ) from error
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder for one writer. A second one is refused; a dead writer holds nothing."""
+        with (self.root / ".lock").open("a+") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                handle.seek(0)
+                raise PreflightFailed(
+                    f"the run folder {self.root} is held by another run ({handle.read().strip()})",
+                    expected="one writer for a run folder",
+                    change="wait for that run, stop it, or set another run_folder",
+                ) from error
+            handle.truncate(0)
+            handle.write(f"pid {os.getpid()}")
+            handle.flush()
+            yield
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put `content` at `path` whole or not at all: temp file, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON that a person can read, atomically. NaN and Infinity are refused."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    write_atomically(path, text.encode() + b"\n")
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """Write a table atomically; the same table gives the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        pq.write_table(table, temporary, compression="zstd", row_group_size=4096)
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sha256_of(path: Path) -> str:
+    """Checksum of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as handle:
+        while piece := handle.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def read_manifest(run: RunFolder) -> dict[str, Any]:
+    """The manifest, or an empty one for a new run."""
+    if not run.manifest.exists():
+        return {"stages": {}}
+    try:
+        manifest: dict[str, Any] = json.loads(run.manifest.read_bytes())
+    except ValueError as error:
+        raise BadRecipe(
+            f"{run.manifest} is not JSON: {error}",
+            expected="the manifest as Eyas wrote it",
+            change="restore it from a copy, or start in another run_folder",
+        ) from error
+    return manifest
+
+
+def record_stage(
+    run: RunFolder, stage: str, *, fingerprint: str, counts: Mapping[str, Any], seconds: float
+) -> None:
+    """Say in the manifest that a stage is done, with the checksum of every file it made."""
+    assert stage in STAGES
+    manifest = read_manifest(run)
+    manifest["stages"][stage] = {
+        "fingerprint": fingerprint,
+        "seconds": round(seconds, 1),
+        "counts": dict(counts),
+        "files": {
+            str(path.relative_to(run.root)): {
+                "bytes": path.stat().st_size,
+                "sha256": sha256_of(path),
+            }
+            for path in stage_files(run, stage)
+        },
+    }
+    write_json(run.manifest, manifest)
+
+
+def stage_files(run: RunFolder, stage: str) -> list[Path]:
+    """The committed files of a stage, sorted: what its manifest entry covers."""
+    match stage:
+        case "prepare":
+            roots = [run.prompts]
+        case "generate":
+            roots = [run.responses]
+        case "capture":
+            roots = [run.features]
+        case "train":
+            roots = [run.draft_vocab, run.training]
+        case "export":
+            roots = [run.draft]
+        case "evaluate":
+            roots = [run.evaluation]
+        case _:
+            raise AssertionError(stage)
+    files = [
+        path
+        for root in roots
+        for path in ([root] if root.is_file() else sorted(root.rglob("*")))
+        if path.is_file()
+        and not path.name.startswith(".")
+        and run.segments not in path.parents  # not committed: rows on their way to a commit
+    ]
+    return files

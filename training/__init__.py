@@ -1,0 +1,1 @@
+"""Learn: arithmetic on tensors, and the life of the optimiser."""

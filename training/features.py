@@ -1,0 +1,165 @@
+"""The training row and its shards: what capture hands to training. The consumer owns the contract.
+
+Shape legend, for every file of this package:
+`B` packed rows, `T` tokens in a row, `N` tokens in a shard, `A` aux layers, `H` target hidden size,
+`D` draft hidden size, `V` target vocabulary, `U` draft vocabulary, `K` TTT steps.
+
+On disk: `shard-NNNNN.safetensors`, each with `input_ids` [N] int32, `loss_mask` [N] bool,
+`aux` [N, A*H] bf16 and `last` [N, H] bf16, rows one after the other; and `index.parquet`, which
+says where each sample lies. Shards are memory-mapped, and addressed by (shard, start, length).
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+FEATURES_VERSION = "1"
+
+INDEX_SCHEMA = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("dataset", pa.string(), nullable=False),
+        pa.field("domain", pa.string(), nullable=False),
+        pa.field("shard", pa.string(), nullable=False),
+        pa.field("start", pa.int64(), nullable=False),
+        pa.field("length", pa.int32(), nullable=False),  # tokens, prompt and response
+        pa.field("loss_tokens", pa.int32(), nullable=False),  # tokens that may teach
+    ],
+    metadata={"eyas.schema": "features", "eyas.schema_version": FEATURES_VERSION},
+)
+
+
+class FeatureFault(ValueError):
+    """A row or shard that breaks its contract. The message names the sample and the fault."""
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureRow:
+    """One sample with the target's hidden states at each of its tokens."""
+
+    sample_id: str
+    dataset: str
+    domain: str
+    input_ids: torch.Tensor  # [T] int64, prompt + response
+    loss_mask: torch.Tensor  # [T] bool, tokens the target itself produced
+    aux: torch.Tensor  # [T, A*H] bf16, residual stream after layers aux_layer_ids, ascending
+    last: torch.Tensor  # [T, H] bf16, after the target's final norm
+
+    def __post_init__(self) -> None:
+        tokens = self.input_ids.shape[0]
+        for name in ("loss_mask", "aux", "last"):
+            if getattr(self, name).shape[0] != tokens:
+                raise FeatureFault(
+                    f"{self.sample_id}: {name} has {getattr(self, name).shape[0]} rows for "
+                    f"{tokens} tokens"
+                )
+
+
+def write_shard(
+    folder: Path, name: str, rows: Sequence[FeatureRow], *, aux_layer_ids: Sequence[int]
+) -> pa.Table:
+    """Write one shard, whole or not at all, and return its part of the index.
+
+    Raises `FeatureFault` on a non-finite state: a NaN that enters here poisons every step.
+    """
+    assert rows
+    for row in rows:
+        if not (bool(torch.isfinite(row.aux).all()) and bool(torch.isfinite(row.last).all())):
+            raise FeatureFault(f"{row.sample_id}: a hidden state is not finite")
+    tensors = {
+        "input_ids": torch.cat([row.input_ids for row in rows]).to(torch.int32),
+        "loss_mask": torch.cat([row.loss_mask for row in rows]).to(torch.bool),
+        "aux": torch.cat([row.aux for row in rows]).to(torch.bfloat16),
+        "last": torch.cat([row.last for row in rows]).to(torch.bfloat16),
+    }
+    metadata = {"version": FEATURES_VERSION, "aux_layer_ids": json.dumps(list(aux_layer_ids))}
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{name}.{os.getpid()}.tmp"
+    try:
+        save_file(tensors, temporary, metadata=metadata)
+        temporary.replace(folder / name)
+    finally:
+        temporary.unlink(missing_ok=True)
+    lengths = np.array([row.input_ids.shape[0] for row in rows], dtype=np.int64)
+    return pa.table(
+        {
+            "sample_id": [row.sample_id for row in rows],
+            "dataset": [row.dataset for row in rows],
+            "domain": [row.domain for row in rows],
+            "shard": [name] * len(rows),
+            "start": np.concatenate([[0], np.cumsum(lengths)[:-1]]),
+            "length": lengths.astype(np.int32),
+            "loss_tokens": [int(row.loss_mask.sum()) for row in rows],
+        },
+        schema=INDEX_SCHEMA,
+    )
+
+
+class FeatureStore:
+    """Random access to the rows of a features folder, through memory maps. Read-only."""
+
+    def __init__(self, folder: Path, *, aux_layer_ids: Sequence[int]) -> None:
+        self._folder = folder
+        self._aux_layer_ids = list(aux_layer_ids)
+        index = folder / "index.parquet"
+        if not index.exists():
+            raise FeatureFault(f"{index} is missing: run the capture stage to its end")
+        self.index = pq.read_table(index, schema=INDEX_SCHEMA)
+        self.sample_ids: list[str] = self.index["sample_id"].to_pylist()
+        self.datasets: list[str] = self.index["dataset"].to_pylist()
+        self.domains: list[str] = self.index["domain"].to_pylist()
+        self.lengths: list[int] = self.index["length"].to_pylist()
+        self.loss_tokens: list[int] = self.index["loss_tokens"].to_pylist()
+        self._shard: list[str] = self.index["shard"].to_pylist()
+        self._start: list[int] = self.index["start"].to_pylist()
+        self._open: dict[str, safe_open] = {}
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def tokens(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`input_ids` [T] int64 and `loss_mask` [T] bool of one row, without its states."""
+        shard, start, end = self._place(row)
+        return (
+            shard.get_slice("input_ids")[start:end].to(torch.int64),
+            shard.get_slice("loss_mask")[start:end],
+        )
+
+    def row(self, row: int) -> FeatureRow:
+        """Read one row. The tensors are copies that the caller owns."""
+        shard, start, end = self._place(row)
+        input_ids, loss_mask = self.tokens(row)
+        return FeatureRow(
+            sample_id=self.sample_ids[row],
+            dataset=self.datasets[row],
+            domain=self.domains[row],
+            input_ids=input_ids,
+            loss_mask=loss_mask,
+            aux=shard.get_slice("aux")[start:end],
+            last=shard.get_slice("last")[start:end],
+        )
+
+    def _place(self, row: int) -> tuple[safe_open, int, int]:
+        name = self._shard[row]
+        if name not in self._open:
+            path = self._folder / name
+            try:
+                shard = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise FeatureFault(f"{path} cannot be read: {error}") from error
+            written = json.loads(shard.metadata()["aux_layer_ids"])
+            if written != self._aux_layer_ids:
+                raise FeatureFault(
+                    f"{path} holds layers {written}, training asks for {self._aux_layer_ids}"
+                )
+            self._open[name] = shard
+        return self._open[name], self._start[row], self._start[row] + self.lengths[row]
