@@ -1,0 +1,39 @@
+"""Settings and fixtures of the whole suite: loopback only, quiet Ray, one thread where it matters."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before any import of ray, torch or deepspeed in a test.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a loopback cluster that lives for one test run
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random tiny target folder, shared read-only by the session."""
+    from tests.support.tiny_target import make_tiny_target
+
+    return make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def local_ray():
+    """One small Ray for the session."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=4,  # logical: train workers, data tasks and server actors together
+        object_store_memory=200 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    yield
+    ray.shutdown()
