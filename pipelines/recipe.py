@@ -135,6 +135,7 @@ class RayConfig(Strict):
     """The Ray cluster: `address` null starts one on this machine for the length of the run."""
 
     address: str | None
+    num_cpus: PositiveInt | None = None  # logical CPUs of a local Ray; null: as many as there are
     dashboard: bool = False
     object_store_bytes: PositiveInt | None = None
 
@@ -273,15 +274,15 @@ def _apply(mapping: dict[str, Any], override: str) -> None:
             change="for example --set train.epochs=2",
         )
     *parents, leaf = key.split(".")
-    place: Any = mapping
-    for parent in parents:
-        place = place.get(parent) if isinstance(place, dict) else None
-    if not isinstance(place, dict):
-        raise BadRecipe(
-            f"--set {override!r}: the recipe has no {'.'.join(parents)!r}",
-            expected="a key that the recipe holds",
-            change="see recipes/quickstart.yaml for the names",
-        )
+    place = mapping
+    for depth, parent in enumerate(parents, start=1):
+        place = place.setdefault(parent, {})  # a name that no recipe knows is refused later
+        if not isinstance(place, dict):
+            raise BadRecipe(
+                f"--set {override!r}: {'.'.join(parents[:depth])} holds a value, not keys",
+                expected="a key below keys",
+                change="see recipes/quickstart.yaml for the names",
+            )
     place[leaf] = yaml.safe_load(text)
 
 

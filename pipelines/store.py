@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +89,11 @@ class RunFolder:
     def evaluation(self) -> Path:
         """Acceptance lengths, by domain, against the baselines."""
         return self.root / "evaluation.json"
+
+    @property
+    def evaluation_phases(self) -> Path:
+        """What each finished phase of an evaluation measured, until all are there."""
+        return self.root / "evaluation"
 
     @property
     def report(self) -> Path:
@@ -198,6 +203,8 @@ def record_stage(
     """Say in the manifest that a stage is done, with the checksum of every file it made."""
     assert stage in STAGES
     manifest = read_manifest(run)
+    for later in STAGES[STAGES.index(stage) :]:  # what was made from the earlier artefact is stale
+        manifest["stages"].pop(later, None)
     manifest["stages"][stage] = {
         "fingerprint": fingerprint,
         "seconds": round(seconds, 1),
@@ -211,6 +218,14 @@ def record_stage(
         },
     }
     write_json(run.manifest, manifest)
+
+
+def forget_stages(run: RunFolder, stages: Sequence[str]) -> None:
+    """Take the done marks of the given stages out of the manifest."""
+    manifest = read_manifest(run)
+    kept = {name: entry for name, entry in manifest["stages"].items() if name not in stages}
+    if kept != manifest["stages"]:
+        write_json(run.manifest, {**manifest, "stages": kept})
 
 
 def stage_files(run: RunFolder, stage: str) -> list[Path]:

@@ -1,0 +1,38 @@
+# Two commands for a fresh machine: `make quickstart` and `make test`.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install quickstart test lint fix target clean
+
+help:  ## Show the targets.
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[quickstart,test]'
+	touch $@
+
+install: $(INSTALLED)  ## Create .venv and install Eyas with the tested versions.
+
+target: $(INSTALLED)  ## Fetch and convert the quick start's target, once.
+	@$(BIN)/eyas target
+
+quickstart: target  ## From nothing to a trained, exported, measured draft.
+	$(BIN)/eyas run recipes/quickstart.yaml
+
+test: lint target  ## Lint, types, tests: what CI runs.
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## Style, format and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: $(INSTALLED)  ## Mend what the linter can mend.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove .venv and the caches in this folder; runs/ stays.
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,210 @@
+"""A run: which stages are done, which are next, and the one table at the end."""
+
+import importlib
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines.errors import BadRecipe, PreflightFailed
+from pipelines.recipe import Recipe, dump_recipe, fingerprint
+from pipelines.store import (
+    STAGES,
+    RunFolder,
+    forget_stages,
+    read_manifest,
+    record_stage,
+    write_atomically,
+)
+from pipelines.telemetry import EventLog, duration
+
+logger = logging.getLogger(__name__)
+
+_NEEDS_RAY = frozenset({"generate", "capture", "train", "evaluate"})
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What one stage did, now or in an earlier session."""
+
+    stage: str
+    counts: Mapping[str, Any]
+    seconds: float
+    was_done: bool
+
+
+def run_stages(
+    recipe: Recipe, *, stages: Sequence[str] = STAGES, again: Sequence[str] = ()
+) -> list[StageResult]:
+    """Run the stages in order, skipping those that are done; those in `again` are made once more.
+
+    Raises `BadRecipe` when the folder holds the work of another recipe, and whatever a stage
+    raises; what was durable by then stays, and the next call goes on from there.
+    """
+    run = RunFolder(Path(recipe.run_folder))
+    run.create()
+    with run.lock():
+        if again:
+            _forget(recipe, run, again)
+        _refuse_another_recipe(recipe, run)
+        write_atomically(run.recipe, dump_recipe(recipe).encode())
+        events = EventLog(run)
+        with _ray_when_needed(recipe) as start_ray:
+            return [_run_stage(recipe, run, stage, events, start_ray) for stage in stages]
+
+
+def done_stages(recipe: Recipe) -> list[StageResult]:
+    """The stages that are done, in order, up to the first that is not."""
+    run = RunFolder(Path(recipe.run_folder))
+    results: list[StageResult] = []
+    for stage in STAGES:
+        entry = _done(recipe, run, stage)
+        if entry is None:
+            break
+        results.append(StageResult(stage, entry["counts"], entry["seconds"], was_done=True))
+    return results
+
+
+def _run_stage(
+    recipe: Recipe, run: RunFolder, stage: str, events: EventLog, start_ray: "_RayStarter"
+) -> StageResult:
+    entry = _done(recipe, run, stage)
+    if entry is not None:
+        logger.info("%s: done before (%s)", stage, duration(entry["seconds"]))
+        return StageResult(stage, entry["counts"], entry["seconds"], was_done=True)
+    for earlier in STAGES[: STAGES.index(stage)]:
+        if _done(recipe, run, earlier) is None:
+            raise PreflightFailed(
+                f"{stage} cannot start: {earlier} is not done in {run.root}",
+                expected="every earlier stage done",
+                change=f"run `eyas {earlier} RECIPE`, or `eyas run RECIPE` for all of them",
+            )
+    if stage in _NEEDS_RAY:
+        start_ray()
+    logger.info("%s: started", stage)
+    events.append("stage_started", stage=stage)
+    started = time.monotonic()
+    try:
+        verb = getattr(importlib.import_module(f"pipelines.{stage}"), stage)
+        counts = verb(recipe, run, events)
+    except BaseException as error:
+        events.append("stage_stopped", stage=stage, error=type(error).__name__)
+        raise
+    seconds = time.monotonic() - started
+    mark = fingerprint(recipe, stage)
+    record_stage(run, stage, fingerprint=mark, counts=counts, seconds=seconds)
+    events.append("stage_finished", stage=stage, seconds=round(seconds, 1))
+    logger.info("%s: done in %s", stage, duration(seconds))
+    return StageResult(stage, counts, seconds, was_done=False)
+
+
+def _done(recipe: Recipe, run: RunFolder, stage: str) -> dict[str, Any] | None:
+    """The manifest's entry of a stage that is done and whose files are there, else None."""
+    entry: dict[str, Any] | None = read_manifest(run)["stages"].get(stage)
+    if entry is None or entry["fingerprint"] != fingerprint(recipe, stage):
+        return None
+    for name, file in entry["files"].items():
+        path = run.root / name
+        if not path.is_file() or path.stat().st_size != file["bytes"]:
+            raise PreflightFailed(
+                f"{path} is missing or has another size than when {stage} made it",
+                expected=f"{file['bytes']} bytes",
+                change=f"restore it, or make it again with `eyas run RECIPE --from {stage}`",
+            )
+    return entry
+
+
+def _refuse_another_recipe(recipe: Recipe, run: RunFolder) -> None:
+    """A done stage with another fingerprint means that the recipe changed under the folder."""
+    for stage, entry in read_manifest(run)["stages"].items():
+        if entry["fingerprint"] != fingerprint(recipe, stage):
+            raise BadRecipe(
+                f"{run.root} holds the {stage} stage of another recipe (its own is {run.recipe})",
+                expected="the recipe that the run folder was started with",
+                change=f"set another run_folder, or do it again with --from {stage}",
+            )
+    if run.recipe.exists() and not read_manifest(run)["stages"].get("generate"):
+        _refuse_mixed_responses(recipe, run)
+
+
+def _refuse_mixed_responses(recipe: Recipe, run: RunFolder) -> None:
+    """Rows of an unfinished generate must all come from one way of asking."""
+    from pipelines.recipe import load_recipe  # here: a stored recipe is read in this case only
+
+    if not run.segments.exists() or not any(run.segments.rglob("*.arrow")):
+        return
+    stored = load_recipe(run.recipe)
+    if fingerprint(stored, "generate") != fingerprint(recipe, "generate"):
+        raise BadRecipe(
+            f"{run.root} holds responses made with other prompts, sampling or gates",
+            expected=f"the prompts, sampling and gates of {run.recipe}",
+            change="set another run_folder",
+        )
+
+
+def _forget(recipe: Recipe, run: RunFolder, stages: Sequence[str]) -> None:
+    """Take the given stages' done marks, and what they made that is not a row of a response."""
+    made = read_manifest(run)["stages"].get("generate")
+    rows_differ = made is not None and made["fingerprint"] != fingerprint(recipe, "generate")
+    if rows_differ and {"prepare", "generate"} & set(stages):
+        raise BadRecipe(
+            f"{run.root} holds responses made with other prompts, sampling or gates",
+            expected="committed responses are never thrown away",
+            change="set another run_folder",
+        )
+    forget_stages(run, stages)
+    made_by = {
+        "train": (run.checkpoints, run.training, run.draft_vocab),
+        "export": (run.draft,),
+        "evaluate": (run.evaluation, run.evaluation_phases),
+    }
+    for stage, paths in made_by.items():
+        for path in paths if stage in stages else ():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+class _RayStarter:
+    """Starts or joins Ray on the first call; knows whether it has to end it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self.is_started = False
+
+    def __call__(self) -> None:
+        """Have Ray ready. Does nothing when it is, here or in the caller."""
+        import ray
+
+        if ray.is_initialized():
+            return
+        config = self._recipe.ray
+        logger.info("starting Ray" if config.address is None else "joining Ray")
+        local = config.address is None
+        ray.init(
+            address="local" if local else config.address,
+            num_cpus=config.num_cpus if local else None,
+            include_dashboard=config.dashboard if local else None,
+            object_store_memory=config.object_store_bytes if local else None,
+            logging_level=logging.ERROR,
+            # Workers' lines reach people through the run's logs and events, not through stdout.
+            log_to_driver=False,
+        )
+        self.is_started = True
+
+
+@contextmanager
+def _ray_when_needed(recipe: Recipe) -> Iterator[_RayStarter]:
+    starter = _RayStarter(recipe)
+    try:
+        yield starter
+    finally:
+        if starter.is_started:
+            import ray
+
+            ray.shutdown()
