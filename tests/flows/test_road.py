@@ -1,0 +1,105 @@
+"""From prompts to an evaluated draft, as a user runs it."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.road import EVALUATION_PROMPTS, TRAIN_PROMPTS, eyas, write_recipe
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_target) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A recipe and the outcome of its one run."""
+    recipe = write_recipe(tmp_path_factory.mktemp("road"), tiny_target)
+    return recipe, eyas("run", recipe)
+
+
+def test_one_command_goes_from_prompts_to_a_measured_draft(finished):
+    recipe, outcome = finished
+    assert outcome.returncode == 0, outcome.stderr[-4000:]
+    run = recipe.parent / "run"
+    assert "What happened" in outcome.stdout
+    assert "acceptance length" in outcome.stdout.lower()
+    ok = pq.read_table(run / "responses" / "chat", columns=["sample_id", "status"])
+    assert ok.num_rows == TRAIN_PROMPTS
+    assert set(ok["status"].to_pylist()) == {"ok"}
+    evaluation = json.loads((run / "evaluation.json").read_bytes())
+    assert evaluation["lossless"] is True
+    for artefact in ("draft/model.safetensors", "draft/config.json", "report.html", "events.jsonl"):
+        assert (run / artefact).stat().st_size > 0
+
+
+def test_a_finished_run_says_so_without_starting_anything(finished):
+    recipe, _ = finished
+    events = (recipe.parent / "run" / "events.jsonl").read_bytes()
+    again = eyas("run", recipe)
+    assert again.returncode == 0, again.stderr
+    assert "everything was done before" in again.stdout
+    assert "starting Ray" not in again.stderr
+    assert (recipe.parent / "run" / "events.jsonl").read_bytes() == events
+
+
+def test_machines_get_one_json_object(finished):
+    recipe, _ = finished
+    outcome = eyas("run", recipe, "--json")
+    summary = json.loads(outcome.stdout)
+    assert summary["is_complete"] is True
+    assert summary["stages"][0]["stage"] == "prepare"
+
+
+def test_a_finished_run_verifies(finished):
+    recipe, _ = finished
+    outcome = eyas("verify", recipe.parent / "run")
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+
+def test_a_flipped_byte_is_named_and_exits_5(finished, tmp_path):
+    recipe, _ = finished
+    copy = tmp_path / "run"
+    subprocess.run(["cp", "-r", recipe.parent / "run", copy], check=True)
+    victim = next((copy / "responses" / "chat").glob("*.parquet"))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    victim.write_bytes(bytes(content))
+    outcome = eyas("verify", copy)
+    assert outcome.returncode == 5
+    assert victim.name in outcome.stdout
+
+
+def test_glance_and_status_read_the_run(finished):
+    recipe, _ = finished
+    run = recipe.parent / "run"
+    looked = eyas("glance", run / "responses", "--strict")
+    assert looked.returncode == 0, looked.stdout
+    assert "completion" in looked.stdout
+    state = json.loads(eyas("status", run, "--json").stdout)
+    assert "finished" in json.dumps(state)
+
+
+def test_another_recipe_on_the_same_folder_is_refused(finished):
+    recipe, _ = finished
+    outcome = eyas("run", recipe, "--set", "train.epochs=9")
+    assert outcome.returncode == 2
+    assert "--from train" in outcome.stderr
+
+
+def test_committed_responses_are_never_thrown_away(finished):
+    recipe, _ = finished
+    outcome = eyas(
+        "run", recipe, "--from", "generate", "--set", "generate.sampling.temperature=0.5"
+    )
+    assert outcome.returncode == 2
+    assert "run_folder" in outcome.stderr
+    assert (recipe.parent / "run" / "evaluation.json").exists()
+
+
+def test_the_prompts_of_both_kinds_are_disjoint(finished):
+    recipe, _ = finished
+    prompts = recipe.parent / "run" / "prompts"
+    train = pq.read_table(prompts / "chat")["messages"].to_pylist()
+    evaluation = pq.read_table(prompts / "eval")["messages"].to_pylist()
+    assert (len(train), len(evaluation)) == (TRAIN_PROMPTS, EVALUATION_PROMPTS)
+    assert not set(train) & set(evaluation)
