@@ -1,0 +1,138 @@
+"""The capture file: whole or absent, proved before use, gone after reading, never outside."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from actors.capture_file import CaptureFault, can_name_a_file, publish, sweep, take
+
+IDS = [5, 6, 7, 8]
+LAYERS = (1, 2, 3)
+
+
+def states(rows=4, width=8):
+    generator = torch.Generator().manual_seed(rows * 100 + width)
+    aux = torch.randn(rows, 3 * width, generator=generator)
+    return aux, torch.randn(rows, width, generator=generator)
+
+
+def take_it(folder, rid="row-1", ids=IDS, aux_width=24, width=8, layers=LAYERS):
+    return take(
+        folder, rid, expected_ids=ids, aux_width=aux_width, width=width, aux_layer_ids=layers
+    )
+
+
+def fault_of(folder, **changes):
+    with pytest.raises(CaptureFault) as caught:
+        take_it(folder, **changes)
+    return caught.value.name
+
+
+def test_what_was_published_is_taken_bit_for_bit_and_once(tmp_path):
+    aux, last = states()
+    publish(tmp_path, "row-1", IDS, aux, last, LAYERS)
+    taken = take_it(tmp_path)
+    assert taken.input_ids.tolist() == IDS
+    assert torch.equal(taken.aux, aux.bfloat16())
+    assert torch.equal(taken.last, last.bfloat16())
+    assert taken.aux_layer_ids == LAYERS
+    assert list(tmp_path.iterdir()) == []
+    assert fault_of(tmp_path) == "missing"
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"ids": [5, 6, 7]}, "rows"),
+        ({"ids": [5, 6, 7, 9]}, "foreign_ids"),
+        ({"aux_width": 16}, "width"),
+        ({"width": 4}, "width"),
+        ({"layers": (1, 2, 4)}, "layer_ids"),
+    ],
+)
+def test_states_of_something_else_are_refused_and_removed(tmp_path, changes, fault):
+    publish(tmp_path, "row-1", IDS, *states(), LAYERS)
+    assert fault_of(tmp_path, **changes) == fault
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", [0, 1])
+def test_one_value_that_is_not_finite_condemns_the_file(tmp_path, bad, where):
+    tensors = states()
+    tensors[where][2, 3] = bad
+    publish(tmp_path, "row-1", IDS, *tensors, LAYERS)
+    assert fault_of(tmp_path) == "not_finite"
+
+
+def test_a_file_renamed_to_another_request_is_found_out(tmp_path):
+    publish(tmp_path, "row-2", IDS, *states(), LAYERS).rename(tmp_path / "row-1.safetensors")
+    assert fault_of(tmp_path) == "foreign_rid"
+
+
+def test_a_cut_file_is_unreadable_and_removed(tmp_path):
+    path = publish(tmp_path, "row-1", IDS, *states(), LAYERS)
+    path.write_bytes(path.read_bytes()[:-5])
+    assert fault_of(tmp_path) == "unreadable"
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"last": None}, "tensors"),
+        ({"extra": torch.zeros(1)}, "tensors"),
+        ({"aux": torch.zeros(4, 24)}, "dtype"),
+        ({"input_ids": torch.tensor(IDS)}, "dtype"),
+    ],
+)
+def test_a_file_of_another_shape_of_contract_is_refused(tmp_path, change, fault):
+    aux, last = states()
+    tensors = {
+        "input_ids": torch.tensor(IDS, dtype=torch.int32),
+        "aux": aux.bfloat16(),
+        "last": last.bfloat16(),
+        **change,
+    }
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        tmp_path / "row-1.safetensors",
+        metadata={"rid": "row-1", "aux_layer_ids": "[1, 2, 3]"},
+    )
+    assert fault_of(tmp_path) == fault
+
+
+@pytest.mark.parametrize(
+    "rid", ["../x", "a/b", "a\\b", ".part-1", "", "a\0", "x" * 201, "ä", "a\n"]
+)
+def test_a_rid_that_could_leave_the_folder_is_refused_on_both_sides(tmp_path, rid):
+    assert not can_name_a_file(rid)
+    with pytest.raises(CaptureFault, match="bad_rid"):
+        publish(tmp_path, rid, IDS, *states(), LAYERS)
+    assert fault_of(tmp_path, rid=rid) == "bad_rid"
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(st.text(max_size=30))
+def test_every_rid_that_may_name_a_file_names_one_inside(rid):
+    if can_name_a_file(rid):
+        assert "/" not in rid
+        assert "\\" not in rid
+        assert not rid.startswith(".")
+
+
+def test_a_sweep_takes_captures_and_halves_and_nothing_else(tmp_path):
+    publish(tmp_path, "row-1", IDS, *states(), LAYERS)
+    (tmp_path / ".part-1-row-2.safetensors").write_bytes(b"half")
+    (tmp_path / "note.txt").write_text("mine")
+    assert sweep(tmp_path) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+
+
+def test_a_fault_survives_pickling():
+    fault = pickle.loads(pickle.dumps(CaptureFault("rows", "detail")))
+    assert (fault.name, fault.detail) == ("rows", "detail")
