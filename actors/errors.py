@@ -44,3 +44,20 @@ class BadReply(RequestFault):
 
 class ServerFailed(Exception):
     """A server process did not start, or died more often than its configuration allows."""
+
+
+class ServerUnfit(Exception):
+    """A running server is not what the run needs. Says what was seen, expected, and to change."""
+
+    def __init__(self, seen: str, *, expected: str, change: str) -> None:
+        super().__init__(f"{seen}\n  expected: {expected}\n  change:   {change}")
+        self.seen = seen
+        self.expected = expected
+        self.change = change
+
+    def __reduce__(self) -> tuple:  # keyword-only arguments do not survive the default pickling
+        return (_rebuild_unfit, (self.seen, self.expected, self.change))
+
+
+def _rebuild_unfit(seen: str, expected: str, change: str) -> ServerUnfit:
+    return ServerUnfit(seen, expected=expected, change=change)
