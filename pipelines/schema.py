@@ -14,7 +14,8 @@ RESPONSE_SCHEMA_VERSION = "1"
 Domain = Literal["chat", "math", "code", "tools", "multilingual", "other"]
 SegmentKind = Literal["reasoning", "marker", "content", "tool_call", "stop"]
 
-_IDS = pa.list_(pa.field("item", pa.int32(), nullable=False))
+# Parquet calls the values of a list "element"; another name would come back changed.
+_IDS = pa.list_(pa.field("element", pa.int32(), nullable=False))
 
 
 def _field(name: str, kind: pa.DataType) -> pa.Field:
@@ -73,7 +74,7 @@ RESPONSE_SCHEMA = pa.schema(
         _field("tool_calls", pa.string()),  # JSON list
         _field("prompt_ids", _IDS),
         _field("output_ids", _IDS),  # as the server gave them, stop token included
-        _field("segments", pa.list_(pa.field("item", _SEGMENT, nullable=False))),
+        _field("segments", pa.list_(pa.field("element", _SEGMENT, nullable=False))),
         _field("finish_matched", pa.string()),  # JSON: a stop id, a stop string, or null
         _field("text", pa.string()),  # the server's own decoding, a review copy
         _field("status", pa.string()),  # ok | rejected:<gate> | failed:<fault>
