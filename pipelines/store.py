@@ -200,7 +200,10 @@ def read_manifest(run: RunFolder) -> dict[str, Any]:
 def record_stage(
     run: RunFolder, stage: str, *, fingerprint: str, counts: Mapping[str, Any], seconds: float
 ) -> None:
-    """Say in the manifest that a stage is done, with the checksum of every file it made."""
+    """Say in the manifest that a stage is done, with the checksum of every file it made.
+
+    `counts` are the stage's own; `counts["headline"]` is the one line that people see of it.
+    """
     assert stage in STAGES
     manifest = read_manifest(run)
     for later in STAGES[STAGES.index(stage) :]:  # what was made from the earlier artefact is stale

@@ -80,3 +80,35 @@ def headline(result: StageResult) -> str:
     text = result.counts["headline"]
     assert isinstance(text, str)
     return text
+
+
+def _acceptance_table(evaluation: Mapping[str, Any]) -> Table:
+    """Acceptance length by domain, the trained draft beside what it has to beat."""
+    table = Table(
+        title="Acceptance length: tokens per target verification, greedy, held-out prompts",
+        title_justify="left",
+    )
+    table.add_column("domain")
+    table.add_column("prompts", justify="right")
+    table.add_column("draft", justify="right", style="bold")
+    table.add_column("95% interval", justify="right")
+    table.add_column("untrained", justify="right")
+    table.add_column("n-gram", justify="right")
+    acceptance = evaluation["acceptance"]
+    overall = " + ".join(evaluation["method"]["overall"])
+    names = {"overall": overall, "all_domains": "all domains"}
+    for domain, trained in acceptance["trained"].items():
+        table.add_row(
+            names.get(domain, domain),
+            str(trained["prompts"]),
+            _length(trained["acceptance_length"]),
+            "-".join(_length(end) for end in trained["interval"] or ()),
+            _length(acceptance["untrained"][domain]["acceptance_length"]),
+            _length(acceptance["ngram"][domain]["acceptance_length"]),
+            end_section=domain == "all_domains",
+        )
+    return table
+
+
+def _length(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}"
