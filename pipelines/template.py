@@ -1,0 +1,509 @@
+"""Messages become token ids here, once, by the target's own tokenizer and chat template.
+
+Nothing downstream turns text into tokens again.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from pipelines.errors import PreflightFailed
+from pipelines.recipe import Target, TargetProfile
+from pipelines.sources import Json, Reason, dump_json
+
+logger = logging.getLogger(__name__)
+
+Tokenizer = Any  # transformers has no one class for it
+
+TOOLS_INSTRUCTION = (
+    "You may call the functions declared below. To call one, answer with a JSON object that holds "
+    'its "name" and its "arguments", between <tool_call> and </tool_call>.'
+)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+_PROBE = "What do hawks eat?"
+_PROBE_TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": "probe_hawks",
+        "description": "Look up a hawk.",
+        "parameters": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "description": "Its name."}},
+            "required": ["name"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as the target reads it. `decode(prompt_ids) == text`, checked."""
+
+    text: str
+    prompt_ids: list[int]
+
+
+@dataclass(frozen=True)
+class NotRendered:
+    """Why a conversation has no faithful rendering."""
+
+    reason: Reason
+    detail: str
+
+
+def read_target_config(folder: Path) -> Json:
+    """The target's `config.json`, after a look at the folder. Raises `PreflightFailed`."""
+    if not folder.is_dir():
+        raise PreflightFailed(
+            f"there is no target folder {folder}",
+            expected="a local Hugging Face model folder",
+            change="correct target.path in the recipe; `make target` makes the quick start's",
+        )
+    path = folder / "config.json"
+    if not path.is_file() or not any(folder.glob("*.safetensors")):
+        missing = "config.json" if not path.is_file() else "*.safetensors"
+        raise PreflightFailed(
+            f"the target folder {folder} holds no {missing}",
+            expected="config.json and the weights as *.safetensors",
+            change="copy the whole model folder, or convert its weights to safetensors",
+        )
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise PreflightFailed(
+            f"{path} is not JSON: {error}",
+            expected="the model's configuration",
+            change="copy the file again",
+        ) from error
+    if not isinstance(config, dict):
+        raise PreflightFailed(
+            f"{path} holds a {type(config).__name__}",
+            expected="one object",
+            change="copy the file again",
+        )
+    return config
+
+
+def load_tokenizer(target: Target) -> Tokenizer:
+    """The target's tokenizer, from its folder only; nothing is downloaded.
+
+    Remote code runs only if the recipe says so. Raises `PreflightFailed`.
+    """
+    folder = Path(target.path)
+    if not folder.is_dir():
+        read_target_config(folder)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise PreflightFailed(
+            f"the target folder {folder} holds no tokenizer",
+            expected=f"one of {', '.join(_TOKENIZER_FILES)}",
+            change="copy the tokenizer's files from the place that the weights came from",
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=target.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        raise PreflightFailed(
+            f"the tokenizer in {folder} does not load: {error}",
+            expected="a tokenizer that transformers knows",
+            change="set target.trust_remote_code if it brings its own code and you trust it",
+        ) from error
+    if not tokenizer.chat_template:
+        raise PreflightFailed(
+            f"the tokenizer in {folder} has no chat template",
+            expected="chat_template.jinja, or chat_template in tokenizer_config.json",
+            change="use the instruction-tuned target, or add its template to the folder",
+        )
+    return tokenizer
+
+
+class ChatTemplate:
+    """A target's chat template with its tokenizer, as a profile says to use them."""
+
+    def __init__(self, tokenizer: Tokenizer, profile: TargetProfile) -> None:
+        self._tokenizer, self._profile = tokenizer, profile
+        self._special_tokens = tuple(special_tokens(tokenizer))
+        self._takes_mapping = _takes_mapping(tokenizer)
+
+    def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> Rendered | NotRendered:
+        """Render a conversation once, up to where the target begins to answer, and tokenise it.
+
+        Messages and tools are in the form that `pipelines.sources` gives them.
+        """
+        text = self.render_text(messages, tools)
+        return text if isinstance(text, NotRendered) else self.tokenise([text])[0]
+
+    def render_text(self, messages: Sequence[Json], tools: Sequence[Json]) -> str | NotRendered:
+        """The template's text, checked to hold everything that was said to the target."""
+        said = dump_json([messages, tools])
+        for token in self._special_tokens:
+            if token in said:
+                return NotRendered(
+                    "special_token_in_content", f"{token!r} would become a control token"
+                )
+        try:
+            text = self.apply(messages, tools)
+        except _TEMPLATE_ERRORS as error:
+            return NotRendered("template_error", f"{type(error).__name__}: {error}")
+        lost = _lost(messages, tools, text)
+        return text if lost is None else NotRendered("content_lost", lost)
+
+    def tokenise(self, texts: Sequence[str]) -> list[Rendered | NotRendered]:
+        """Tokenise rendered texts together; the template has already written every special token.
+
+        The ids are decoded again and compared with the text.
+        """
+        if not texts:
+            return []
+        batch = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        decoded = self._tokenizer.batch_decode(
+            batch, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return [
+            _checked(self._tokenizer, text, list(ids), back)
+            for text, ids, back in zip(texts, batch, decoded, strict=True)
+        ]
+
+    def apply(
+        self,
+        messages: Sequence[Json],
+        tools: Sequence[Json],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The bare text of the template, unchecked; raises what the template raises."""
+        if self._profile.tools == "system_message":
+            conversation, declarations = _with_tools_in_words(messages, tools), None
+        else:
+            # Some templates iterate over a call's arguments, others paste them as a JSON string.
+            as_is = dict if self._takes_mapping else _arguments_as_string
+            conversation, declarations = [as_is(one) for one in messages], list(tools) or None
+        text: str = self._tokenizer.apply_chat_template(
+            conversation,
+            tools=declarations,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self._profile.template_arguments,
+        )
+        return text
+
+
+def check_profile(tokenizer: Tokenizer, profile: TargetProfile, target_config: Json) -> None:
+    """Compare a profile with the tokenizer and the configuration. Raises `PreflightFailed`.
+
+    Every id is looked up, and the template is tried on a small conversation: ids are never trusted.
+    """
+    config = text_config(target_config)
+    _check_vocabulary(tokenizer, config["vocab_size"])
+    _check_ids(tokenizer, profile, config["vocab_size"])
+    _check_aux_layers(profile, config["num_hidden_layers"])
+    _check_template_arguments(tokenizer, profile)
+    template = ChatTemplate(tokenizer, profile)
+    _check_question(template)
+    _check_end_of_turn(template, tokenizer, profile)
+    if profile.tools == "template":
+        _check_tools_branch(template)
+
+
+def text_config(target_config: Json) -> Json:
+    """The language model's part of a configuration; multimodal targets nest it."""
+    config = target_config
+    if "vocab_size" not in config and isinstance(config.get("text_config"), dict):
+        config = config["text_config"]
+    missing = {"vocab_size", "num_hidden_layers", "max_position_embeddings"} - set(config)
+    if missing:
+        raise PreflightFailed(
+            f"the target's config.json has no {', '.join(sorted(missing))}",
+            expected="a causal language model's configuration",
+            change="check that target.path is the language model's own folder",
+        )
+    return config
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Control tokens by their text: what the template may write and a message may not."""
+    found = {
+        token.content: index
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
+    found.update(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return found
+
+
+# Rendering
+
+# What a template can raise: its own refusals, and Python's errors on shapes it did not foresee.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+)
+_RESERVED_ARGUMENTS = {
+    "conversation",
+    "tools",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+}
+
+
+def _with_tools_in_words(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
+    """For a template without a tools branch: declarations in the system message, calls as text."""
+    conversation = [_call_in_words(message) for message in messages]
+    if not tools:
+        return conversation
+    schemas = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    words = f"{TOOLS_INSTRUCTION}\n<tools>\n{schemas}\n</tools>"
+    if conversation[0]["role"] == "system":
+        first = {**conversation[0], "content": f"{conversation[0]['content']}\n\n{words}"}
+        return [first, *conversation[1:]]
+    return [{"role": "system", "content": words}, *conversation]
+
+
+def _call_in_words(message: Json) -> Json:
+    if "tool_calls" not in message:
+        return dict(message)
+    calls = "\n".join(
+        "<tool_call>\n"
+        + json.dumps(
+            {
+                "name": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+            },
+            ensure_ascii=False,
+        )
+        + "\n</tool_call>"
+        for call in message["tool_calls"]
+    )
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": f"{message['content']}\n{calls}".lstrip("\n")}
+
+
+def _takes_mapping(tokenizer: Tokenizer) -> bool:
+    try:
+        text = tokenizer.apply_chat_template(_probe_call(), tokenize=False)
+    except _TEMPLATE_ERRORS:
+        return False
+    return "'eyas_probe'" not in text  # Python's own quotes: the mapping was pasted, not written
+
+
+def _probe_call() -> list[Json]:
+    call = {
+        "id": "call_0",
+        "type": "function",
+        "function": {"name": "probe_hawks", "arguments": {"eyas_probe": True}},
+    }
+    return [
+        {"role": "user", "content": _PROBE},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "voles", "tool_call_id": "call_0", "name": "probe_hawks"},
+    ]
+
+
+def _arguments_as_string(message: Json) -> Json:
+    if "tool_calls" not in message:
+        return dict(message)
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _lost(messages: Sequence[Json], tools: Sequence[Json], text: str) -> str | None:
+    """What the template left out. A past answer's own text is its business (it drops thinking)."""
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" and not _is_in(message["content"].strip(), text):
+            return f"the template left out message {index} ({message['role']})"
+        for call in message.get("tool_calls", ()):
+            if call["function"]["name"] not in text:
+                return f"the template left out the call of {call['function']['name']!r}"
+    for tool in tools:
+        if tool["function"]["name"] not in text:
+            return f"the template left out the tool {tool['function']['name']!r}"
+    return None
+
+
+def _is_in(content: str, text: str) -> bool:
+    # Some templates write what a tool answered as a JSON string.
+    return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+
+
+def _checked(tokenizer: Tokenizer, text: str, ids: list[int], back: str) -> Rendered | NotRendered:
+    bos = tokenizer.bos_token_id
+    if bos is not None and ids[:2] == [bos, bos]:
+        return NotRendered("double_bos", f"the prompt begins with {tokenizer.bos_token!r} twice")
+    if back != text:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(text, back, strict=False)) if a != b),
+            min(len(text), len(back)),
+        )
+        return NotRendered(
+            "round_trip",
+            f"at character {at} the ids decode to {back[at : at + 20]!r}, "
+            f"the text has {text[at : at + 20]!r}",
+        )
+    return Rendered(text, ids)
+
+
+# Preflight
+
+
+def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab_size:
+        raise PreflightFailed(
+            f"the tokenizer has the id {largest}, the target's vocabulary ends at {vocab_size - 1}",
+            expected="a tokenizer whose ids the target can embed",
+            change="take tokenizer and weights from the same model",
+        )
+
+
+def _check_ids(tokenizer: Tokenizer, profile: TargetProfile, vocab_size: int) -> None:
+    named = {
+        "stop_token_ids": profile.stop_token_ids,
+        "reserved_ids": profile.reserved_ids,
+        "think_open_id": _optional(profile.think_open_id),
+        "think_close_id": _optional(profile.think_close_id),
+    }
+    owner: dict[int, str] = {}
+    for field, ids in named.items():
+        for one in ids:
+            if not 0 <= one < vocab_size:
+                raise _wrong_profile(
+                    field, f"{one}, outside the vocabulary", f"an id below {vocab_size}"
+                )
+            if one in owner:
+                raise _wrong_profile(
+                    field, f"{one}, which {owner[one]} names too", "one meaning for an id"
+                )
+            owner[one] = field
+    special = special_tokens(tokenizer)
+    for one in profile.stop_token_ids:
+        if one not in special.values():
+            raise _wrong_profile(
+                "stop_token_ids",
+                f"{one}, the ordinary token {tokenizer.decode([one])!r}",
+                f"special tokens; this tokenizer has {_shown(special)}",
+            )
+    for field in ("think_open_id", "think_close_id"):
+        for one in named[field]:
+            marker = tokenizer.decode([one], skip_special_tokens=False)
+            back = tokenizer.encode(marker, add_special_tokens=False)
+            if back != [one]:
+                raise _wrong_profile(
+                    field,
+                    f"{one}, which decodes to {marker!r}, which encodes to {back}",
+                    "a marker that is one token of its own",
+                )
+
+
+def _optional(one: int | None) -> tuple[int, ...]:
+    return () if one is None else (one,)
+
+
+def _shown(special: Mapping[str, int]) -> str:
+    few = sorted(special.items(), key=lambda item: item[1])[:8]
+    return ", ".join(f"{token} = {index}" for token, index in few)
+
+
+def _wrong_profile(field: str, seen: str, expected: str) -> PreflightFailed:
+    return PreflightFailed(
+        f"target.profile.{field} holds {seen}",
+        expected=expected,
+        change=f"correct {field} in the target's profile",
+    )
+
+
+def _check_aux_layers(profile: TargetProfile, layers: int) -> None:
+    ids = profile.aux_layer_ids
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > layers - 2:
+        raise _wrong_profile(
+            "aux_layer_ids",
+            f"{list(ids)}, the target has {layers} layers",
+            f"distinct ids from 0 to {layers - 2}, ascending",
+        )
+
+
+def _check_template_arguments(tokenizer: Tokenizer, profile: TargetProfile) -> None:
+    taken = sorted(_RESERVED_ARGUMENTS & set(profile.template_arguments))
+    if taken:
+        raise _wrong_profile("template_arguments", f"{taken[0]!r}", "arguments of the template")
+    if "strftime_now" in str(tokenizer.chat_template):
+        logger.warning(
+            "the target's chat template can write today's date; prompts prepared on another day "
+            "may differ (see template_arguments)"
+        )
+
+
+def _check_question(template: ChatTemplate) -> None:
+    rendered = template.render([{"role": "user", "content": _PROBE}], ())
+    if isinstance(rendered, NotRendered):
+        raise PreflightFailed(
+            f"the target's template fails on a plain question: {rendered.reason}: "
+            f"{rendered.detail}",
+            expected="one user message rendered and tokenised without loss",
+            change="check the tokenizer's files and template_arguments in the target's profile",
+        )
+
+
+def _check_end_of_turn(
+    template: ChatTemplate, tokenizer: Tokenizer, profile: TargetProfile
+) -> None:
+    """The token that the template puts after an answer is the one that has to end it."""
+    answer = "Voles and hares"
+    turn = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": answer}]
+    try:
+        text = template.apply(turn, (), add_generation_prompt=False)
+    except _TEMPLATE_ERRORS as error:
+        raise PreflightFailed(
+            f"the target's template fails on a question with its answer: {error}",
+            expected="a conversation rendered",
+            change="check template_arguments in the target's profile",
+        ) from error
+    after = tokenizer.encode(text.rpartition(answer)[2], add_special_tokens=False)
+    special = set(special_tokens(tokenizer).values())
+    end = next((one for one in after if one in special), None)
+    if end is not None and end not in profile.stop_token_ids:
+        raise _wrong_profile(
+            "stop_token_ids",
+            f"{list(profile.stop_token_ids)}, but the template ends an answer with {end} "
+            f"({tokenizer.decode([end])!r})",
+            f"a list with {end} in it",
+        )
+
+
+def _check_tools_branch(template: ChatTemplate) -> None:
+    question = [{"role": "user", "content": _PROBE}]
+    try:
+        without = template.apply(question, ())
+        with_tools = template.apply(question, (_PROBE_TOOL,))
+    except _TEMPLATE_ERRORS as error:
+        raise _wrong_profile(
+            "tools", f"'template', which fails on a tool: {error}", "a template that takes tools"
+        ) from error
+    if without == with_tools:
+        raise PreflightFailed(
+            "the target's template writes the same text with tools and without",
+            expected="a template with a tools branch, since target.profile.tools is 'template'",
+            change="set tools: system_message in the target's profile",
+        )

@@ -1,0 +1,295 @@
+"""Stage prepare: rows in = prompts + rejected, all or nothing, the same bytes every time."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipelines import prepare as stage
+from pipelines.errors import BadRecipe, PreflightFailed
+from pipelines.prepare import prepare
+from pipelines.recipe import load_recipe
+from pipelines.schema import PROMPT_SCHEMA, REJECTED_PROMPT_SCHEMA
+from pipelines.sources import parse_row
+from pipelines.store import RunFolder
+from pipelines.telemetry import EventLog
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+PROFILE = {
+    "tools": "system_message",
+    "think_open_id": None,
+    "think_close_id": None,
+    "template_arguments": {},
+    "stop_token_ids": [2],
+    "reserved_ids": [0],
+    "aux_layer_ids": [1, 2, 3],
+}
+TOOL = {"name": "look_up", "description": "Look up a bird.", "parameters": {"type": "dict"}}
+
+
+def ask(text, **more):
+    return {"messages": [{"role": "user", "content": text}], **more}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+class Bench:
+    """A run folder, a tiny target, and the source files that a test writes."""
+
+    def __init__(self, folder, target):
+        self.folder, self.target = folder, target
+        self.run = RunFolder(folder / "run")
+        self.run.create()
+        self.train = write(folder / "train.jsonl", [ask(f"question {i}") for i in range(40)])
+        self.evaluation = write(folder / "eval.jsonl", [ask("another question", license="MIT")])
+
+    def prepare(self, **changes):
+        values = {
+            "target.path": self.target,
+            "target.profile": PROFILE,
+            "prompts.context_tokens": 512,
+            "prompts.on_bad_prompt": "stop",
+            "prompts.train": [{"name": "birds", "path": str(self.train), "domain": "chat"}],
+            "prompts.evaluation": [
+                {"name": "eval-birds", "path": str(self.evaluation), "domain": "other"}
+            ],
+            **{key.replace("__", "."): value for key, value in changes.items()},
+        }
+        overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
+        recipe = load_recipe(QUICKSTART, overrides)
+        return prepare(recipe, self.run, EventLog(self.run))
+
+    def table(self, name):
+        return pq.read_table(self.run.prompts / name)
+
+    def files(self):
+        return {
+            str(path.relative_to(self.run.root)): path.read_bytes()
+            for path in sorted(self.run.root.rglob("*"))
+            if path.is_file() and path.name != "events.jsonl"
+        }
+
+
+@pytest.fixture
+def bench(tmp_path, tiny_target):
+    return Bench(tmp_path, tiny_target)
+
+
+def test_a_prompt_row_holds_what_the_contract_says(bench):
+    answered = ask("Where do hawks nest?", tools=[TOOL], source="book #1", license="MIT")
+    answered["messages"].append({"role": "assistant", "content": "In trees."})
+    write(bench.train, [answered])
+    counts = bench.prepare()
+    table = bench.table("birds/part-00000.parquet")
+    assert table.schema.equals(PROMPT_SCHEMA, check_metadata=True)
+    (row,) = table.to_pylist()
+    assert row["messages"] == '[{"role":"user","content":"Where do hawks nest?"}]'
+    assert json.loads(row["tools"])[0]["function"]["parameters"]["type"] == "object"
+    assert (row["source"], row["license"]) == ("book #1", "MIT")
+    assert (row["dataset"], row["domain"]) == ("birds", "chat")
+    digest = parse_row(answered, file="x", line=1).content_sha256
+    assert row["sample_id"] == f"birds-{digest[:12]}"
+    assert len(row["prompt_ids"]) == counts["sets"]["birds"]["prompt_tokens"]
+    (other,) = bench.table("eval-birds").to_pylist()
+    assert (other["tools"], other["domain"], other["license"]) == ("[]", "other", "MIT")
+    assert not (bench.run.prompts / "_rejected").exists()
+
+
+def test_rows_are_ordered_by_sample_id_over_parts_of_bounded_size(bench, monkeypatch):
+    monkeypatch.setattr(stage, "_ROWS_PER_PART", 7)
+    monkeypatch.setattr(stage, "_BATCH_ROWS", 3)
+    bench.prepare()
+    parts = sorted((bench.run.prompts / "birds").glob("*"))
+    assert [part.name for part in parts] == [f"part-{i:05d}.parquet" for i in range(6)]
+    tables = [pq.read_table(part) for part in parts]
+    assert [table.num_rows for table in tables] == [7, 7, 7, 7, 7, 5]
+    ids = [one for table in tables for one in table["sample_id"].to_pylist()]
+    assert ids == sorted(set(ids))
+    messages = {one for table in tables for one in table["messages"].to_pylist()}
+    assert len(messages) == 40
+
+
+def test_the_same_input_gives_the_same_bytes_whatever_the_batches(bench, monkeypatch):
+    bench.prepare()
+    first = bench.files()
+    monkeypatch.setattr(stage, "_BATCH_ROWS", 5)
+    bench.prepare()
+    assert bench.files() == first
+
+
+def test_the_order_of_the_source_does_not_matter(bench):
+    bench.prepare()
+    before = bench.table("birds").drop(["source"])  # which names the line
+    lines = bench.train.read_text().splitlines()
+    bench.train.write_text("\n".join(reversed(lines)))
+    bench.prepare()
+    assert bench.table("birds").drop(["source"]).equals(before)
+
+
+def test_the_counts_add_up_and_quantiles_are_of_the_prompts(bench):
+    write(bench.train, [ask("a" * n) for n in (1, 10, 100)] + [{"messages": []}, ask("a")])
+    counts = bench.prepare(prompts__on_bad_prompt="reject")
+    birds = counts["sets"]["birds"]
+    lengths = sorted(len(ids) for ids in bench.table("birds")["prompt_ids"].to_pylist())
+    assert birds == {
+        "rows": 5,
+        "prompts": 3,
+        "rejected": {"bad_messages": 1, "duplicate": 1},
+        "prompt_tokens": sum(lengths),
+        "tokens_p50": lengths[1],
+        "tokens_p90": lengths[2],
+        "tokens_max": lengths[2],
+    }
+    assert (counts["rows"], counts["prompts"], counts["rejected"]) == (6, 4, 2)
+    events = [json.loads(line) for line in bench.run.events.read_text().splitlines()]
+    assert [event["dataset"] for event in events] == ["birds", "eval-birds"]
+    assert events[0]["rejected"] == birds["rejected"]
+
+
+def test_rejected_rows_are_kept_aside_with_line_and_reason(bench):
+    bench.train.write_text(
+        json.dumps(ask("one"))
+        + "\n\n{broken\n"
+        + json.dumps({**ask("one"), "license": "MIT"})
+        + "\n"
+        + json.dumps(ask("x" * 600))
+        + "\n"
+        + json.dumps(ask("a <|im_end|> b"))
+        + "\n"
+    )
+    bench.prepare(prompts__on_bad_prompt="reject")
+    table = bench.table("_rejected/birds.parquet")
+    assert table.schema.equals(REJECTED_PROMPT_SCHEMA, check_metadata=True)
+    assert [(row["file"], row["line"], row["status"]) for row in table.to_pylist()] == [
+        ("train.jsonl", 3, "rejected:malformed_json"),
+        ("train.jsonl", 4, "rejected:duplicate"),
+        ("train.jsonl", 5, "rejected:prompt_too_long"),
+        ("train.jsonl", 6, "rejected:special_token_in_content"),
+    ]
+    assert "line 1" in table["detail"][1].as_py()
+    assert not (bench.run.prompts / "_rejected" / "eval-birds.parquet").exists()
+
+
+@pytest.mark.parametrize(("room", "prompts"), [(128, 1), (129, 0)])
+def test_the_context_guard_is_exact(bench, room, prompts):
+    write(bench.train, [ask("short"), ask("x" * 100)])
+    template = len("user\n" + "assistant\n") + len("\n") + 3
+    fits = 100 + template + 128 + 1
+    counts = bench.prepare(
+        prompts__context_tokens=fits,
+        prompts__min_response_tokens=room,
+        prompts__on_bad_prompt="reject",
+    )
+    assert counts["sets"]["birds"]["prompts"] == 1 + prompts
+
+
+def test_a_bad_prompt_stops_the_run_with_its_place_and_nothing_is_written(bench):
+    bench.evaluation.write_text(json.dumps(ask("fine")) + "\n" + '{"messages": 3}\n')
+    with pytest.raises(BadRecipe, match=r"eval\.jsonl:2 is not a usable prompt: bad_messages"):
+        bench.prepare()
+    assert bench.files() == {}
+
+
+def test_a_failed_prepare_leaves_the_earlier_prompts_alone(bench):
+    bench.prepare()
+    before = bench.files()
+    bench.evaluation.write_text("{")
+    with pytest.raises(BadRecipe, match="malformed_json"):
+        bench.prepare()
+    assert bench.files() == before
+    assert [path.name for path in bench.run.root.glob(".prompts*")] == []
+
+
+def test_a_new_prepare_replaces_old_sets_and_what_a_killed_one_left(bench):
+    bench.prepare()
+    left = bench.run.root / ".prompts.12345" / "birds"
+    left.mkdir(parents=True)
+    (left / "part-00000.parquet").write_bytes(b"half")
+    bench.prepare(
+        prompts__train=[{"name": "owls", "path": str(bench.train), "domain": "chat"}],
+    )
+    assert sorted(bench.files()) == [
+        "prompts/eval-birds/part-00000.parquet",
+        "prompts/owls/part-00000.parquet",
+    ]
+
+
+def test_prompts_that_a_killed_run_had_moved_aside_come_back(bench):
+    bench.prepare()
+    before = bench.files()
+    bench.run.prompts.rename(bench.run.root / ".prompts.12345.old")
+    bench.evaluation.write_text("{")
+    with pytest.raises(BadRecipe):
+        bench.prepare()
+    assert bench.files() == before
+
+
+@pytest.mark.parametrize("mode", ["stop", "reject"])
+def test_an_evaluation_prompt_that_was_trained_on_stops_the_run(bench, mode):
+    write(bench.evaluation, [ask("fresh"), ask("Question  7", tools=[TOOL])])
+    with pytest.raises(BadRecipe) as failure:
+        bench.prepare(prompts__on_bad_prompt=mode)
+    assert f"{bench.evaluation}:2" in failure.value.seen
+    assert f"{bench.train}:8" in failure.value.seen
+    assert not bench.run.prompts.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "seen"),
+    [("", "no rows"), ("\n\n", "no rows"), ("{\n[\n", "2 of 2 rows: malformed")],
+)
+def test_a_set_without_a_usable_prompt_stops_the_run(bench, content, seen):
+    bench.train.write_text(content)
+    with pytest.raises(BadRecipe, match=seen):
+        bench.prepare(prompts__on_bad_prompt="reject")
+    assert not bench.run.prompts.exists()
+
+
+def test_a_context_longer_than_the_target_reads_is_refused(bench):
+    with pytest.raises(PreflightFailed, match="context_tokens is 513, the target reads 512"):
+        bench.prepare(prompts__context_tokens=513)
+
+
+def test_a_target_that_is_not_there_is_refused(bench):
+    with pytest.raises(PreflightFailed, match="no target folder"):
+        bench.prepare(target__path="/nowhere")
+
+
+def test_two_contents_with_one_id_are_not_called_duplicates(bench, monkeypatch):
+    monkeypatch.setattr(stage, "_ID_DIGITS", 1)
+    counts = bench.prepare(prompts__on_bad_prompt="reject")["sets"]["birds"]
+    assert set(counts["rejected"]) == {"id_collision"}
+    assert counts["prompts"] + counts["rejected"]["id_collision"] == 40
+
+
+ROWS = st.lists(
+    st.one_of(
+        st.builds(ask, st.text(max_size=30)),
+        st.builds(ask, st.sampled_from(["again", "<|im_end|>", "z" * 500, "\ud800", "a\0"])),
+        st.sampled_from([{}, [], 3, {"messages": [{"role": "bird", "content": "x"}]}]),
+    ),
+    max_size=20,
+)
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(ROWS)
+def test_rows_in_are_prompts_plus_rejected_from_the_files(bench, rows):
+    write(bench.train, [ask("always usable"), *rows])
+    write(bench.evaluation, [ask("e" * 31)])  # longer than any generated question but one
+    counts = bench.prepare(prompts__on_bad_prompt="reject")["sets"]["birds"]
+    prompts = bench.table("birds").num_rows
+    rejected = bench.run.prompts / "_rejected" / "birds.parquet"
+    lines = pq.read_table(rejected)["line"].to_pylist() if rejected.exists() else []
+    assert 1 + len(rows) == counts["rows"] == prompts + len(lines)
+    assert lines == sorted(set(lines))
+    assert counts["prompts"] == prompts
+    assert sum(counts["rejected"].values()) == len(lines)
