@@ -60,10 +60,14 @@ def prepare(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
         shutil.rmtree(building, ignore_errors=True)
     for name, counts in sets.items():
         events.append("prompts_prepared", dataset=name, **counts)
+    prompts = sum(one["prompts"] for one in sets.values())
+    rejected = sum(sum(one["rejected"].values()) for one in sets.values())
+    held_out = sum(sets[one.name]["prompts"] for one in recipe.prompts.evaluation)
     return {
+        "headline": f"{prompts:,} prompts ({held_out:,} held out), {rejected:,} rejected",
         "rows": sum(one["rows"] for one in sets.values()),
-        "prompts": sum(one["prompts"] for one in sets.values()),
-        "rejected": sum(sum(one["rejected"].values()) for one in sets.values()),
+        "prompts": prompts,
+        "rejected": rejected,
         "prompt_tokens": sum(one["prompt_tokens"] for one in sets.values()),
         "sets": sets,
     }
