@@ -2,6 +2,7 @@
 
 Client half: a request becomes a body, a reply becomes a `Completion` or a typed fault.
 Nothing here has a default for something that is missing: absent is not zero.
+The embedded engine's half is `protocol_server.py`.
 Source of the shapes: sglang 0.5.23, `managers/io_struct.py`, `managers/tokenizer_manager.py`,
 `entrypoints/http_server.py`.
 """
@@ -16,6 +17,9 @@ from actors.errors import BadReply, Overloaded, Refused, RequestFault, Unreachab
 
 GENERATE = "/generate"
 HEALTH = "/health"
+READY = "/ready"
+MODELS = "/v1/models"
+FLUSH = "/flush_cache"
 MODEL_INFO = "/model_info"
 SERVER_INFO = "/server_info"
 LOADS = "/v1/loads"
