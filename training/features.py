@@ -81,7 +81,9 @@ def write_shard(
         "aux": torch.cat([row.aux for row in rows]).to(torch.bfloat16),
         "last": torch.cat([row.last for row in rows]).to(torch.bfloat16),
     }
-    metadata = {"version": FEATURES_VERSION, "aux_layer_ids": json.dumps(list(aux_layer_ids))}
+    # One key only: safetensors writes several in random order, and the same rows must give the
+    # same bytes. The version is the index's.
+    metadata = {"aux_layer_ids": json.dumps(list(aux_layer_ids))}
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{name}.{os.getpid()}.tmp"
     try:
