@@ -108,7 +108,11 @@ class Pool:
             if not isinstance(outcome, RequestFault):
                 completion, value = outcome
                 return Completed(completion, value, url, attempt, _ms(queued), _ms(latency))
-            if not outcome.retry_helps or attempt >= self._config.attempts:
+            if (
+                not outcome.retry_helps
+                or attempt >= self._config.attempts
+                or self._alone_seconds() >= self._config.deadline_base_seconds
+            ):
                 return Failed(
                     outcome.fault, outcome.detail, url, attempt, _ms(queued), _ms(latency)
                 )
@@ -185,20 +189,21 @@ class Pool:
         elif rested and not rests:
             logger.info("%s answers again", url)
         self._states[url] = state
-        self._give_up_if_alone(time.monotonic())
-        self._serve()
-
-    def _give_up_if_alone(self, now: float) -> None:
-        """Fail all waiting turns when no server was trusted for as long as a short attempt."""
         if not dispatch.nobody_is_trusted(self._states.values()):
             self._alone_since = None
-            return
-        if self._alone_since is None:
-            self._alone_since = now
-        alone = now - self._alone_since
-        if alone < self._config.deadline_base_seconds:
-            return
-        fault = Unreachable("no_server", f"no server has answered for {alone:.0f} s")
+        elif self._alone_since is None:
+            self._alone_since = time.monotonic()
+        elif self._alone_seconds() >= self._config.deadline_base_seconds:
+            self._give_up()
+        self._serve()
+
+    def _alone_seconds(self) -> float:
+        """For how long no server has been trusted."""
+        return 0.0 if self._alone_since is None else time.monotonic() - self._alone_since
+
+    def _give_up(self) -> None:
+        """Fail the waiting turns. Rows that come later still probe, once each."""
+        fault = Unreachable("no_server", f"no server has answered for {self._alone_seconds():.0f} s")
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():

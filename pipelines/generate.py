@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,16 @@ def generate(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]
     started = time.monotonic()
     prompts = {one.name: _prompt_ids(run, one.name) for one in recipe.prompts.train}
     held = {name: _held_reports(run, name) for name in prompts}
-    asked: list[RowReport] = []
-    if any(_missing(prompts, held).values()):
-        _Asking(recipe, run, events, prompts, held, asked).run_to_the_end()
+    open_sets = {name: ids for name, ids in prompts.items() if _is_open(run, name, ids)}
+    asking = _Asking(recipe, run, events, open_sets, held)
+    asking.run_to_the_end()
     for name, ids in prompts.items():
         commit(run, name, ids)
     seconds = time.monotonic() - started
-    new_tokens = sum(report.output_tokens for report in asked)
+    new_tokens = sum(report.output_tokens for report in asking.asked)
     return {
         "sets": {name: _counts(run, name, len(ids)) for name, ids in prompts.items()},
-        "asked": len(asked),
+        "asked": len(asking.asked),
         "seconds": round(seconds, 1),
         "output_tokens_per_second": round(new_tokens / seconds, 1),
     }
@@ -102,6 +102,11 @@ def _held_reports(run: RunFolder, set_name: str) -> dict[str, RowReport]:
     }
 
 
+def _is_open(run: RunFolder, set_name: str, ids: Sequence[str]) -> bool:
+    """Whether a set is still to be committed, or has prompts beyond its commit."""
+    return not set(ids) <= committed_ids(run, set_name)
+
+
 def _missing(
     prompts: Mapping[str, Sequence[str]], held: Mapping[str, Mapping[str, RowReport]]
 ) -> dict[str, list[str]]:
@@ -137,28 +142,38 @@ def _counts(run: RunFolder, set_name: str, prompts: int) -> dict[str, Any]:
     }
 
 
-@dataclass
 class _Asking:
-    """One session of asking: the canary, its verdict, then the rest under watch."""
+    """One session of asking: what is held is judged, then the canary, then the rest under watch."""
 
-    recipe: Recipe
-    run: RunFolder
-    events: EventLog
-    prompts: Mapping[str, Sequence[str]]
-    held: dict[str, dict[str, RowReport]]
-    asked: list[RowReport]
-
-    def run_to_the_end(self) -> None:
-        """Ask for all that is missing. Raises `QualityStop`."""
-        missing = _missing(self.prompts, self.held)
-        canary = self._missing_of_canary()
-        if not any(canary.values()):
-            self._judge_canaries()  # a stop of an earlier session needs no server to be repeated
-        total = sum(len(ids) for ids in self.prompts.values())
-        left = sum(len(ids) for ids in missing.values())
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunFolder,
+        events: EventLog,
+        prompts: Mapping[str, Sequence[str]],
+        held: dict[str, dict[str, RowReport]],
+    ) -> None:
+        self.asked: list[RowReport] = []
+        self._recipe, self._run, self._events = recipe, run, events
+        self._prompts, self._held = prompts, held
+        total = sum(len(ids) for ids in prompts.values())
+        left = sum(len(ids) for ids in _missing(prompts, held).values())
         self._progress = Progress("generate", total=total, done=total - left, unit="rows")
         self._started, self._tokens = time.monotonic(), 0
-        with _servers(self.recipe, self.run, self.events) as urls:
+
+    def run_to_the_end(self) -> None:
+        """Ask for all that is missing. Raises `QualityStop`.
+
+        A stop of an earlier session is repeated from the rows that are held, without a server.
+        """
+        canary = self._missing_of_canary()
+        if not any(canary.values()):
+            self._judge_canaries()
+            for name in self._prompts:
+                self._judge_if_full(name, self._last_window(name))
+        if not any(_missing(self._prompts, self._held).values()):
+            return
+        with _servers(self._recipe, self._run, self._events) as urls:
             if any(canary.values()):
                 for report in self._ask(canary, urls):
                     self._count(report)
@@ -166,69 +181,70 @@ class _Asking:
             self._ask_the_rest(urls)
 
     def _ask_the_rest(self, urls: Sequence[str]) -> None:
-        windows = {
-            name: Window(
-                self.recipe.generate.gates.canary_rows,
-                tuple(self.held[name][one] for one in self._canary(name)),
-            )
-            for name in self.prompts
-        }
-        rest = _missing(self.prompts, self.held)
+        rest = _missing(self._prompts, self._held)
         if not any(rest.values()):
             return
+        windows = {name: self._last_window(name) for name in self._prompts}
         for report in self._ask(rest, urls):
             self._count(report)
-            window = windows[report.dataset].after(report)
-            windows[report.dataset] = window
-            if window.is_full:
-                self._judge(report.dataset, window.reports, "window")
+            windows[report.dataset] = windows[report.dataset].after(report)
+            self._judge_if_full(report.dataset, windows[report.dataset])
+
+    def _last_window(self, name: str) -> Window:
+        size = self._recipe.generate.gates.canary_rows
+        held = sorted(self._held[name].values(), key=lambda one: (one.finished_us, one.sample_id))
+        return Window(size, tuple(held[-size:]))
+
+    def _judge_if_full(self, name: str, window: Window) -> None:
+        if window.is_full:
+            self._judge(name, window.reports, "window")
 
     def _count(self, report: RowReport) -> None:
-        self.held[report.dataset][report.sample_id] = report
+        self._held[report.dataset][report.sample_id] = report
         self.asked.append(report)
         self._tokens += report.output_tokens
         elapsed = max(time.monotonic() - self._started, 1e-9)
         self._progress.advance(1, {"tokens/s": f"{self._tokens / elapsed:,.0f}"})
 
     def _canary(self, name: str) -> Sequence[str]:
-        return self.prompts[name][: self.recipe.generate.gates.canary_rows]
+        return self._prompts[name][: self._recipe.generate.gates.canary_rows]
 
     def _missing_of_canary(self) -> dict[str, list[str]]:
-        return _missing({name: self._canary(name) for name in self.prompts}, self.held)
+        return _missing({name: self._canary(name) for name in self._prompts}, self._held)
 
     def _judge_canaries(self) -> None:
-        for name in self.prompts:
-            reports = [self.held[name][one] for one in self._canary(name)]
+        for name in self._prompts:
+            reports = [self._held[name][one] for one in self._canary(name)]
             self._judge(name, reports, "canary")
 
     def _judge(self, name: str, reports: Sequence[RowReport], phase: str) -> None:
-        gates = self.recipe.generate.gates
+        gates = self._recipe.generate.gates
         verdict = judge_window(reports, gates)
         figures = asdict(verdict.figures)
         match verdict:
             case Stop(reason=reason, cause=cause, cure=cure):
-                self.events.append("quality_stop", set=name, phase=phase, reason=reason, **figures)
+                self._events.append("quality_stop", set=name, phase=phase, reason=reason, **figures)
                 raise QualityStop(
                     f"set {name}, {phase}: {reason}; most likely {cause}",
                     expected=f"at most {gates.max_rejected_share:.0%} rejected and at least "
                     f"{gates.min_reasoning_share:.0%} with reasoning in {len(reports)} rows",
-                    change=f"{cure}. The rows are kept in {self.run.segments / name}; remove that "
+                    change=f"{cure}. The rows are kept in {self._run.segments / name}; remove that "
                     "folder to ask them again",
                 )
             case _ if phase == "canary":
-                self.events.append("canary_passed", set=name, **figures)
+                self._events.append("canary_passed", set=name, **figures)
 
     def _ask(self, wanted: Mapping[str, Sequence[str]], urls: Sequence[str]) -> Iterator[RowReport]:
         """Have workers answer the wanted rows; yield each when it is durable, in any order."""
         import ray
         from ray.data import ActorPoolStrategy, DataContext
 
-        plan = WorkerPlan.of(self.recipe, self.run, tuple(urls))
+        plan = WorkerPlan.of(self._recipe, self._run, tuple(urls))
         files = [
             str(path)
             for name, ids in wanted.items()
             if ids
-            for path in _prompt_files(self.run, name)
+            for path in _prompt_files(self._run, name)
         ]
         ids = ray.put(pa.array([one for ids in wanted.values() for one in ids], pa.string()))
         rows = plan.rows_per_call
@@ -251,12 +267,12 @@ class _Asking:
                 batch_size=None,
                 num_cpus=_WORKER_CPUS,
                 compute=ActorPoolStrategy(
-                    size=self.recipe.generate.workers,
+                    size=self._recipe.generate.workers,
                     max_concurrent_calls_per_actor=_CALLS_PER_WORKER,
                     max_tasks_in_flight_per_actor=_CALLS_PER_WORKER + 4,
                     enable_true_multi_threading=True,
                 ),
-                **_placement(self.recipe),
+                **_placement(self._recipe),
             )
         )
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):

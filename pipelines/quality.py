@@ -110,6 +110,7 @@ class RowReport:
     prompt_tokens: int
     output_tokens: int
     reasoning_tokens: int
+    finished_us: int  # microseconds since the epoch
 
     @property
     def is_ok(self) -> bool:

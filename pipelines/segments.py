@@ -118,6 +118,7 @@ def report_of(row: Mapping[str, Any]) -> RowReport:
         prompt_tokens=usage["prompt_tokens"],
         output_tokens=usage["completion_tokens"],
         reasoning_tokens=usage["reasoning_tokens"],
+        finished_us=int(row["finished_at"].timestamp() * 1e6),
     )
 
 
@@ -217,9 +218,9 @@ def _choose(paths: Iterable[Path]) -> list[_Place]:
 
 
 def _preference(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Lower is better. The last two only make the choice independent of the files' order."""
+    """Lower is better. The last three only make the choice independent of the files' order."""
     rank = _RANKS[row["status"].partition(":")[0]]
-    return rank, row["attempt"], row["finished_at"], row["server"]
+    return rank, row["attempt"], row["finished_at"], row["server"], row["status"]
 
 
 def _gather(places: list[_Place], rows: int) -> Iterator[pa.Table]:

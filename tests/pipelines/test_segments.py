@@ -1,0 +1,302 @@
+"""Rows survive any kill, and the same rows make the same bytes."""
+
+import random
+import signal
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelines.errors import VerificationFailed
+from pipelines.schema import RESPONSE_SCHEMA
+from pipelines.segments import (
+    SegmentWriter,
+    commit,
+    committed_files,
+    committed_ids,
+    durable_ids,
+    durable_reports,
+    write_segment,
+)
+from pipelines.store import RunFolder
+
+
+def row(number: int, status: str = "ok", *, attempt: int = 1, text: str = "") -> dict:
+    ids = [number + 10, 2] if not status.startswith("failed") else []
+    return {
+        "sample_id": f"set-{number:04d}",
+        "messages": "[]",
+        "reasoning": "",
+        "content": text or f"answer {number}",
+        "finish_reason": "stop",
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": len(ids),
+            "reasoning_tokens": 0,
+            "cached_tokens": 0,
+            "total_tokens": 2 + len(ids),
+        },
+        "dataset": "set",
+        "domain": "chat",
+        "tools": "[]",
+        "tool_calls": "[]",
+        "prompt_ids": [1, number],
+        "output_ids": ids,
+        "segments": [{"kind": "content", "start": 0, "end": len(ids)}],
+        "finish_matched": "2",
+        "text": text,
+        "status": status,
+        "detail": "",
+        "flags": "[]",
+        "params": "{}",
+        "server": "http://127.0.0.1:1",
+        "weight_version": "default",
+        "attempt": attempt,
+        "queued_ms": 1,
+        "latency_ms": 2,
+        "finished_at": datetime(2026, 1, 1, 0, 0, number % 60, tzinfo=timezone.utc),
+    }
+
+
+def status_of(number: int) -> str:
+    return {0: "rejected:empty_content", 1: "failed:refused"}.get(number % 5, "ok")
+
+
+ROWS = [row(number, status_of(number)) for number in range(30)]
+IDS = [one["sample_id"] for one in ROWS]
+
+
+def write(run: RunFolder, rows, per_segment: int = 7) -> None:
+    writer = SegmentWriter(run, "set", flush_rows=per_segment)
+    for one in rows:
+        writer.add(one)
+    writer.flush()
+
+
+def fingerprint(run: RunFolder) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(run.root)): path.read_bytes() for path in committed_files(run, "set")
+    }
+
+
+@pytest.fixture
+def run(tmp_path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> dict[str, bytes]:
+    """What an undisturbed commit of all rows makes, in parts of four."""
+    run = RunFolder(tmp_path_factory.mktemp("expected"))
+    write(run, ROWS)
+    commit(run, "set", IDS, rows_per_part=4)
+    return fingerprint(run)
+
+
+def test_rows_are_durable_as_soon_as_they_are_flushed(run):
+    writer = SegmentWriter(run, "set", flush_rows=2)
+    writer.add(ROWS[0])
+    assert durable_ids(run, "set") == set()
+    writer.add(ROWS[1])
+    assert durable_ids(run, "set") == set(IDS[:2])
+    writer.add(ROWS[2])
+    writer.flush()
+    writer.flush()  # nothing new, no file
+    assert durable_ids(run, "set") == set(IDS[:3])
+    assert len(list((run.segments / "set").iterdir())) == 2
+
+
+def test_a_commit_orders_rows_and_keeps_what_is_not_ok_aside(run):
+    write(run, reversed(ROWS))
+    assert committed_ids(run, "set") == set()
+    commit(run, "set", IDS)
+    ok = pq.read_table(run.responses / "set", partitioning=None)
+    rejected = pq.read_table(run.rejected_responses / "set", partitioning=None)
+    assert ok["sample_id"].to_pylist() == [
+        one["sample_id"] for one in ROWS if one["status"] == "ok"
+    ]
+    assert rejected["status"].to_pylist() == [
+        one["status"] for one in ROWS if one["status"] != "ok"
+    ]
+    assert ok.schema.equals(RESPONSE_SCHEMA, check_metadata=True)
+    assert not (run.segments / "set").exists()
+    assert committed_ids(run, "set") == durable_ids(run, "set") == set(IDS)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), per_segment=st.integers(1, 31), writers=st.integers(1, 3))
+def test_the_same_rows_make_the_same_bytes(tmp_path_factory, expected, seed, per_segment, writers):
+    run = RunFolder(tmp_path_factory.mktemp("run"))
+    rows = [*ROWS, *ROWS[:5]]  # some came twice
+    random.Random(seed).shuffle(rows)
+    for number in range(writers):
+        write(run, rows[number::writers], per_segment)
+    commit(run, "set", IDS, rows_per_part=4)
+    assert fingerprint(run) == expected
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_two_versions_of_a_row_the_better_one_is_kept(run, order):
+    versions = [
+        row(1, "failed:refused", attempt=1),
+        row(1, "ok", attempt=2, text="second"),
+        row(1, "ok", attempt=3, text="third"),
+        row(1, "rejected:empty_content", attempt=1),
+    ]
+    write(run, versions[::order], per_segment=1)
+    assert [one.status for one in durable_reports(run, "set")] == ["ok"]
+    commit(run, "set", ["set-0001"])
+    assert pq.read_table(run.responses / "set", partitioning=None)["text"].to_pylist() == ["second"]
+
+
+def test_a_row_that_is_missing_or_foreign_stops_the_commit_and_nothing_is_lost(run):
+    write(run, ROWS)
+    with pytest.raises(VerificationFailed, match="1 prompts have no response"):
+        commit(run, "set", [*IDS, "set-9999"])
+    with pytest.raises(VerificationFailed, match="1 responses have no prompt"):
+        commit(run, "set", IDS[1:])
+    assert durable_ids(run, "set") == set(IDS)
+    assert committed_files(run, "set") == []
+
+
+def test_a_set_without_one_good_row_can_still_be_read(run):
+    write(run, [row(1, "rejected:empty_content")])
+    commit(run, "set", ["set-0001"])
+    assert pq.read_table(run.responses / "set", partitioning=None).num_rows == 0
+
+
+def test_more_prompts_later_are_committed_with_the_earlier_ones(run, expected):
+    write(run, ROWS[::3])
+    commit(run, "set", IDS[::3], rows_per_part=4)
+    write(run, [one for one in ROWS if one not in ROWS[::3]])
+    assert durable_ids(run, "set") == set(IDS)
+    commit(run, "set", IDS, rows_per_part=4)
+    assert fingerprint(run) == expected
+    commit(run, "set", IDS, rows_per_part=4)  # nothing to do
+    assert fingerprint(run) == expected
+
+
+def test_a_torn_temp_file_is_no_row_and_goes_away(run):
+    write(run, ROWS)
+    torn = run.segments / "set" / ".abc-000001-0123.arrow.77.tmp"
+    torn.write_bytes(b"ARROW1 half")
+    assert durable_ids(run, "set") == set(IDS)
+    commit(run, "set", IDS)
+    assert not torn.exists()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_a_damaged_segment_is_an_error_by_name(run, damage):
+    write(run, ROWS)
+    path = sorted((run.segments / "set").iterdir())[0]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes({"flip": bytes(content), "cut": bytes(content[:-9]), "empty": b""}[damage])
+    for use in (lambda: durable_ids(run, "set"), lambda: commit(run, "set", IDS)):
+        with pytest.raises(VerificationFailed, match=path.name):
+            use()
+
+
+def test_a_damaged_part_is_an_error_by_name(run):
+    write(run, ROWS)
+    commit(run, "set", IDS)
+    path = committed_files(run, "set")[0]
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(VerificationFailed, match=path.name):
+        durable_ids(run, "set")
+
+
+def test_a_segment_of_another_schema_is_an_error(run):
+    write_segment(run.segments / "set", "x", pa.table({"sample_id": ["set-0001"]}))
+    with pytest.raises(VerificationFailed, match="schema"):
+        durable_ids(run, "set")
+
+
+def test_a_flush_that_fails_keeps_its_rows(run, tmp_path):
+    (tmp_path / "responses").mkdir()
+    blocker = tmp_path / "responses" / "_segments"
+    blocker.write_text("a file where the folder should be")
+    writer = SegmentWriter(run, "set")
+    writer.add(ROWS[0])
+    with pytest.raises(OSError):  # noqa: PT011 - the system's own words
+        writer.flush()
+    blocker.unlink()
+    writer.flush()
+    assert durable_ids(run, "set") == set(IDS[:1])
+
+
+def test_a_row_with_a_hole_is_refused(run):
+    writer = SegmentWriter(run, "set")
+    writer.add({**ROWS[0], "status": None})
+    with pytest.raises(AssertionError, match="status"):
+        writer.flush()
+
+
+# Kills itself at the n-th step of a commit; says "done" if the commit ends before.
+KILLED_COMMIT = """
+import os, signal, sys
+from pathlib import Path
+from pipelines.segments import commit
+from pipelines.store import RunFolder
+left = int(sys.argv[2])
+def hook(step):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+ids = [f"set-{number:04d}" for number in range(30)]
+commit(RunFolder(Path(sys.argv[1])), "set", ids, rows_per_part=4, hook=hook)
+"""
+
+
+def killed_at(run: RunFolder, step: int) -> int:
+    return subprocess.run(
+        [sys.executable, "-c", KILLED_COMMIT, str(run.root), str(step)], check=False, timeout=60
+    ).returncode
+
+
+@pytest.mark.parametrize("step", [1, 4, 9, 14])
+def test_a_commit_killed_at_any_step_is_finished_by_the_next(run, expected, step):
+    write(run, ROWS)
+    assert killed_at(run, step) == -signal.SIGKILL
+    assert durable_ids(run, "set") == set(IDS)
+    commit(run, "set", IDS, rows_per_part=4)
+    assert fingerprint(run) == expected
+
+
+def test_every_step_of_a_commit_is_survived_in_this_process(tmp_path, expected):
+    class Killed(Exception):
+        pass
+
+    for step in range(100):
+        run = RunFolder(Path(tmp_path / str(step)))
+        write(run, ROWS[::2])
+        commit(run, "set", IDS[::2], rows_per_part=4)
+        # Rows that failed before are answered now, which a half-removed commit must not forget.
+        before = [row(1, "failed:timeout"), row(3, "failed:timeout"), row(29, "failed:timeout")]
+        write(run, [*before, *ROWS[1::2]], per_segment=3)
+        left = step
+
+        def hook(_):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+
+        try:
+            commit(run, "set", IDS, rows_per_part=4, hook=hook)
+        except Killed:
+            assert durable_ids(run, "set") == set(IDS)
+            commit(run, "set", IDS, rows_per_part=4)
+        else:
+            assert step > 12
+            break
+        assert fingerprint(run) == expected
+    else:
+        pytest.fail("the commit has no end")
