@@ -695,7 +695,8 @@ def _response_grid(health: ResponseGlance) -> Table:
 
 
 def _alive(one: SetGlance) -> str:
-    state = "being written" if 0 <= one.age_seconds < _FRESH_SECONDS else "at rest"
+    is_fresh = 0 <= one.age_seconds < _FRESH_SECONDS
+    state = "at rest" if not is_fresh else "being written" if one.ends_in_half_line else "fresh"
     half = "; ends in half a line" if one.ends_in_half_line else ""
     return f"last write {_age(one)} ago ({state}), {_size(one.bytes)}{half}"
 

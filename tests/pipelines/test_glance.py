@@ -225,6 +225,20 @@ def test_a_large_file_is_sampled_and_its_rows_are_estimated(tmp_path, monkeypatc
     assert (whole.rows, whole.rows_exact, whole.rows_read) == (4000, True, 4000)
 
 
+def test_the_rows_of_a_large_gzip_are_estimated_from_its_head(tmp_path, monkeypatch):
+    rows = [
+        answer(number, content=random.Random(number).randbytes(60).hex()) for number in range(9000)
+    ]
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    monkeypatch.setattr(formats, "SAMPLE_BYTES", 1_000_000)
+    one = look(path)
+    assert not one.rows_exact
+    assert one.rows == pytest.approx(9000, rel=0.2)
+    assert one.rows_read < 5000
+    assert look(path, full=True).rows == 9000
+
+
 def test_the_same_rows_look_the_same_in_every_format(tmp_path):
     rows = [answer(number, output_ids=list(range(20 + number % 40))) for number in range(50)]
     table = pa.Table.from_pylist(rows)
