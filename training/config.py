@@ -97,3 +97,12 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", strict=True):
     checkpoint_every_steps: PositiveInt
     checkpoints_kept: PositiveInt = 2
     log_every_steps: PositiveInt = 10
+
+    @model_validator(mode="after")
+    def _sample_fits_a_micro_batch(self) -> "TrainConfig":
+        if self.max_tokens_per_sample > self.micro_batch_tokens:
+            raise ValueError(
+                f"max_tokens_per_sample {self.max_tokens_per_sample} is longer than a micro-batch "
+                f"of {self.micro_batch_tokens} tokens; raise micro_batch_tokens or cut samples"
+            )
+        return self

@@ -1,0 +1,214 @@
+"""Train: features in, a trained draft's weights out. Splits, draft vocabulary, launch, progress."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipelines.errors import PreflightFailed, QualityStop, RunError
+from pipelines.recipe import Recipe
+from pipelines.store import RunFolder
+from pipelines.telemetry import EventLog, Progress
+from training import draft_vocab
+from training.checkpoint import CheckpointFault
+from training.config import DraftConfig
+from training.draft_vocab import DraftVocab, DraftVocabFault
+from training.engine import TrainingFault
+from training.features import FeatureFault, FeatureStore
+from training.loop import STOP_FILE, TrainJob, launch
+from training.model import TargetFault, draft_config
+from training.packing import split_rows, steps_per_epoch
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.5
+_STOP_SECONDS = 120.0  # how long a stop may take: the step under way and one checkpoint
+# What changes how the arithmetic is carried out, not what is computed.
+_COMFORT = (
+    "micro_batch_tokens",
+    "zero_stage",
+    "workers",
+    "threads_per_worker",
+    "gpus_per_worker",
+    "checkpoint_every_steps",
+    "checkpoints_kept",
+    "log_every_steps",
+)
+
+
+def train(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
+    """Train to the end, going on from the newest checkpoint, and return the summary.
+
+    Ray must be connected already. Raises `PreflightFailed` where the data, the target or a
+    checkpoint cannot be used, and `QualityStop` where the loss stops being a number.
+    """
+    try:
+        config, store = _open(recipe, run)
+        vocab = _draft_vocab(recipe, run, store, config)
+        job = _job(recipe, run, config, vocab, store)
+        split = split_rows(store.sample_ids, recipe.train.heldout_share)
+        total = steps_per_epoch(len(split.train), recipe.train.batch_samples) * recipe.train.epochs
+        events.append(
+            "train_started",
+            samples=len(split.train),
+            heldout_samples=len(split.heldout),
+            steps=total,
+            draft_vocab_coverage=round(vocab.coverage, 4),
+        )
+        _launch_and_watch(job, total, run, events)
+    except (FeatureFault, TargetFault, CheckpointFault, DraftVocabFault, TrainingFault) as fault:
+        raise _for_people(fault) from fault
+    summary: dict[str, Any] = json.loads((run.training / "summary.json").read_text())
+    events.append("train_finished", steps=summary["steps"], seconds=summary["seconds"])
+    return summary
+
+
+def _open(recipe: Recipe, run: RunFolder) -> tuple[DraftConfig, FeatureStore]:
+    layers = recipe.target.profile.aux_layer_ids
+    config = draft_config(Path(recipe.target.path), recipe.draft, layers)
+    return config, FeatureStore(run.features, aux_layer_ids=layers)
+
+
+def _draft_vocab(
+    recipe: Recipe, run: RunFolder, store: FeatureStore, config: DraftConfig
+) -> DraftVocab:
+    """The stored draft vocabulary if it was made from these very data, otherwise a new one."""
+    split = split_rows(store.sample_ids, recipe.train.heldout_share)
+    fingerprint = draft_vocab.fingerprint_of(
+        [f"{store.sample_ids[row]}:{store.lengths[row]}" for row in split.train],
+        size=config.draft_vocab_size,
+        vocab_size=config.vocab_size,
+        max_tokens=recipe.train.max_tokens_per_sample,
+    )
+    if run.draft_vocab.exists():
+        stored = draft_vocab.load(run.draft_vocab)
+        if stored.fingerprint == fingerprint:
+            return stored
+        logger.info("the draft vocabulary was made from other data and is made again")
+    counts = draft_vocab.count_tokens(
+        store,
+        split.train,
+        max_tokens=recipe.train.max_tokens_per_sample,
+        vocab_size=config.vocab_size,
+    )
+    vocab = draft_vocab.choose(counts, config.draft_vocab_size, fingerprint=fingerprint)
+    draft_vocab.save(vocab, run.draft_vocab)
+    logger.info(
+        "draft vocabulary: %d of %d tokens, covering %.1f%% of what may teach",
+        config.draft_vocab_size,
+        config.vocab_size,
+        100 * vocab.coverage,
+    )
+    return vocab
+
+
+def _job(
+    recipe: Recipe, run: RunFolder, config: DraftConfig, vocab: DraftVocab, store: FeatureStore
+) -> TrainJob:
+    decides = {
+        key: value
+        for key, value in recipe.train.model_dump(mode="json").items()
+        if key not in _COMFORT
+    }
+    data = [store.sample_ids, store.lengths, store.loss_tokens]
+    parts = [config.model_dump(mode="json"), decides, vocab.fingerprint, data]
+    return TrainJob(
+        draft=config,
+        train=recipe.train,
+        features=str(run.features.resolve()),
+        target=str(Path(recipe.target.path).resolve()),
+        draft_vocab=str(run.draft_vocab.resolve()),
+        checkpoints=str(run.checkpoints.resolve()),
+        output=str(run.training.resolve()),
+        fingerprint=hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16],
+    )
+
+
+def _launch_and_watch(job: TrainJob, total: int, run: RunFolder, events: EventLog) -> None:
+    """Run the Ray Train job in a thread, and turn its metrics into progress and events here."""
+    run.training.mkdir(parents=True, exist_ok=True)
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    stop = run.training / STOP_FILE
+    stop.unlink(missing_ok=True)  # of an earlier process
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            launch(job)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the thread that waits
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="ray-train", daemon=True)
+    watch = _Watch(run.training / "metrics.jsonl", total, events)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+            watch.look()
+    except KeyboardInterrupt:
+        logger.info("stopping: the step under way ends and a checkpoint is written")
+        stop.touch()
+        thread.join(_STOP_SECONDS)
+        raise
+    finally:
+        stop.unlink(missing_ok=True)
+    if failure:
+        raise failure[0]
+
+
+class _Watch:
+    """Follows `metrics.jsonl`. Lines of steps that a restart cuts are not shown twice."""
+
+    def __init__(self, path: Path, total: int, events: EventLog) -> None:
+        self._path, self._total, self._events = path, total, events
+        self._step = self._last_step(path)
+        self._seen_heldout = self._step
+        self._progress = Progress("train", total=total, done=self._step, unit="steps")
+
+    @staticmethod
+    def _last_step(path: Path) -> int:
+        """Where an earlier process stopped writing; its lines have been shown."""
+        return max((line["step"] for line in _lines(path)), default=0)
+
+    def look(self) -> None:
+        """Show and record what is new."""
+        for line in _lines(self._path):
+            if line["kind"] == "train" and line["step"] > self._step:
+                length = line["acceptance_length"]
+                notes = {"loss": f"{line['loss']:.3f}", "rows/s": f"{line['rows_per_second']:.0f}"}
+                notes |= {"AL": f"{length:.2f}"} if length is not None else {}
+                self._progress.advance(line["step"] - self._step, notes)
+                self._step = line["step"]
+            elif line["kind"] == "heldout" and line["step"] > self._seen_heldout:
+                self._seen_heldout = line["step"]
+                length = line["overall"]["acceptance_length"]
+                self._events.append("heldout_measured", step=line["step"], acceptance_length=length)
+                if length is not None:
+                    logger.info("train  step %d: held-out AL %.3f", line["step"], length)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a growing JSONL file; none where it does not exist yet."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _for_people(fault: Exception) -> RunError:
+    """The same fault with the exit code that fits it."""
+    if isinstance(fault, TrainingFault):
+        return QualityStop(
+            str(fault),
+            expected="a finite loss at every step",
+            change="see the message; training goes on from the last checkpoint",
+        )
+    return PreflightFailed(
+        str(fault),
+        expected="features, target and checkpoints that belong together",
+        change="do what the message says, then run the stage again",
+    )

@@ -1,0 +1,376 @@
+"""The training loop of one worker, and its launch as a Ray Train job.
+
+Our own checkpoints folder is the truth about how far training got; Ray Train's storage holds
+nothing that a restart needs.
+"""
+
+import json
+import logging
+import math
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+from safetensors.torch import save_file
+
+from training import checkpoint, draft_vocab
+from training.checkpoint import Snapshot
+from training.config import DraftConfig, TrainConfig
+from training.engine import DTYPES, Engine, TrainingFault, learning_rate
+from training.features import FeatureStore
+from training.model import DraftModel, initial_weights, target_weights
+from training.packing import PackedBatch
+from training.reader import PlannedRows, ReadAhead
+from training.tally import Tally
+from training.ttt import TTTLoss
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3  # launches of the worker group before a failing run is given up
+STOP_FILE = "stop"  # in the output folder: workers write a checkpoint and end
+
+
+class TrainJob(BaseModel, frozen=True, extra="forbid", strict=True):
+    """All that a worker must know. Paths are absolute: a worker's folder is not the driver's."""
+
+    draft: DraftConfig
+    train: TrainConfig
+    features: str
+    target: str
+    draft_vocab: str
+    checkpoints: str
+    output: str
+    fingerprint: str  # of the data, the draft vocabulary, and everything that changes weights
+
+
+def launch(job: TrainJob) -> None:
+    """Train to the end on the Ray cluster this process is connected to. Blocks.
+
+    A worker group that dies is started again and goes on from the newest checkpoint. Raises
+    `TrainingFault` at once where another try would end the same way.
+    """
+    from ray.train import RunConfig, ScalingConfig, WorkerGroupError
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    config, gpus = job.train, job.train.gpus_per_worker
+    # One logical CPU, whatever the threads: on a small machine the rest must stay free for Ray's
+    # own actors, or the group is never scheduled.
+    resources = {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
+    storage = Path(job.checkpoints) / "_ray"  # Ray Train wants one; what it writes is not needed
+    for attempt in range(1, _ATTEMPTS + 1):
+        trainer = TorchTrainer(
+            _worker,
+            train_loop_config=job.model_dump(mode="json"),
+            scaling_config=ScalingConfig(
+                num_workers=config.workers, use_gpu=gpus > 0, resources_per_worker=resources
+            ),
+            torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+            run_config=RunConfig(  # type: ignore[call-arg]  # the stub names the older class
+                name=f"train-{uuid.uuid4().hex[:8]}",  # a name used before would resume by itself
+                storage_path=str(storage),
+                # Ray sets one OpenMP thread otherwise, before torch is imported.
+                worker_runtime_env={
+                    "env_vars": {"OMP_NUM_THREADS": str(config.threads_per_worker)}
+                },
+            ),
+        )
+        try:
+            trainer.fit()
+        except WorkerGroupError as error:
+            fault = _fault_in(error.worker_failures.values())
+            if fault is not None:
+                raise TrainingFault(fault) from error
+            if attempt == _ATTEMPTS:
+                raise
+            logger.warning("the worker group died and is started again: %s", error)
+        else:
+            return
+        finally:
+            shutil.rmtree(storage, ignore_errors=True)
+
+
+def _fault_in(failures: Iterable[BaseException]) -> str | None:
+    """The message of a failure that another try would repeat, if there is one."""
+    for failure in failures:
+        cause: BaseException | None = failure
+        while cause is not None:
+            if isinstance(cause, (TrainingFault, ValueError)):  # our faults of data are ValueErrors
+                return str(cause)
+            cause = cause.__cause__
+    return None
+
+
+def _worker(config: dict[str, Any]) -> None:
+    """What Ray Train runs on each worker."""
+    import ray.train
+    import ray.train.torch
+
+    job = TrainJob.model_validate_json(json.dumps(config))
+    torch.set_num_threads(job.train.threads_per_worker)
+    context = ray.train.get_context()
+    train_rows(
+        job,
+        rank=context.get_world_rank(),
+        world=context.get_world_size(),
+        device=torch.device(ray.train.torch.get_device()),
+    )
+
+
+def train_rows(
+    job: TrainJob,
+    *,
+    rank: int,
+    world: int,
+    device: torch.device,
+    on_step: Callable[[int], None] | None = None,
+) -> None:
+    """Train from the newest checkpoint to the last step, and write what was learned.
+
+    The process group must exist. `on_step` is called with the number of finished steps.
+    """
+    run = _Run(job, rank, world, device)
+    reader = ReadAhead(run.rows.step, range(run.step, run.rows.total_steps))
+    try:
+        finished = run.train(reader, on_step)
+    finally:
+        reader.close()
+    if finished:
+        run.finish()
+
+
+@dataclass
+class _Window:
+    """Sums over the steps since the last line of metrics."""
+
+    tally: Tally
+    steps: int = 0
+    loss: float = 0.0
+    rows: int = 0
+    tokens: int = 0
+    waited: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+
+class _Run:
+    """One worker's rows, engine and clock while the loop runs."""
+
+    def __init__(self, job: TrainJob, rank: int, world: int, device: torch.device) -> None:
+        self.job, self.config, self.rank, self.device = job, job.train, rank, device
+        self.output = Path(job.output)
+        store = FeatureStore(Path(job.features), aux_layer_ids=job.draft.aux_layer_ids)
+        self.rows = PlannedRows(store, job.draft, job.train, rank=rank, world=world)
+        self.vocab = draft_vocab.load(Path(job.draft_vocab))
+        snapshot = checkpoint.load_newest(Path(job.checkpoints), fingerprint=job.fingerprint)
+        self.step = snapshot.step if snapshot else 0
+        self.seconds_before = snapshot.seconds if snapshot else 0.0
+        self.started = time.monotonic()
+        self.embedding, head = target_weights(Path(job.target))
+        self.engine = self._engine(head, snapshot)
+        self.heldout: dict[str, Any] | None = None
+        if rank == 0:
+            _cut_metrics(self.metrics, self.step)
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line; rank 0 alone writes it."""
+        return self.output / "metrics.jsonl"
+
+    def _engine(self, head: torch.Tensor, snapshot: Snapshot | None) -> Engine:
+        draft = DraftModel(self.job.draft)
+        draft.load_state_dict({"embed_tokens.weight": self.embedding}, strict=False)
+        steps, decay = self.config.ttt_steps, self.config.step_decay
+        head = head.to(DTYPES[self.config.dtype])
+        loss = TTTLoss(draft, head, self.vocab.used, steps=steps, step_decay=decay)
+        if snapshot is None:
+            first = initial_weights(self.job.draft, head, self.vocab.used, seed=self.config.seed)
+            return Engine(loss, self.config, first, device=self.device)
+        return Engine(
+            loss,
+            self.config,
+            snapshot.weights,
+            device=self.device,
+            moments={"exp_avg": snapshot.exp_avg, "exp_avg_sq": snapshot.exp_avg_sq},
+            ema=snapshot.ema,
+            step=snapshot.step,
+        )
+
+    def train(self, reader: ReadAhead, on_step: Callable[[int], None] | None) -> bool:
+        """Run the steps that are left. False where a stop was asked for before the last one."""
+        empty = Tally.empty(self.config.ttt_steps)
+        window = _Window(empty)
+        for step, batches in reader:
+            rows, tokens, stop = self._agree(batches)
+            rate = learning_rate(step, self.rows.total_steps, self.config)
+            result = self.engine.step(batches, max(1, rows), rate)
+            loss = float(self._sum(torch.tensor(result.loss, dtype=torch.float64)))
+            if not (math.isfinite(loss) and math.isfinite(result.grad_norm)):
+                raise _not_finite(step, batches, loss, result.grad_norm)
+            self.step = step + 1
+            window.tally += result.tally
+            window.steps += 1
+            window.loss += loss
+            window.rows, window.tokens = window.rows + rows, window.tokens + tokens
+            window.waited += reader.waited_seconds
+            last = self.step == self.rows.total_steps
+            if last or self.step % self.config.log_every_steps == 0:
+                self._log(window, rate, result.grad_norm)
+                window = _Window(empty)
+            if self.step % self.rows.steps_per_epoch == 0:
+                self._evaluate()
+            if last or stop or self.step % self.config.checkpoint_every_steps == 0:
+                self._save()
+            if on_step:
+                on_step(self.step)
+            if stop and not last:
+                return False
+        return True
+
+    def finish(self) -> None:
+        """Write the weights to export and the summary. They appear only when training is done."""
+        if self.heldout is None:  # an earlier process made the last step
+            self._evaluate()
+        averaged = self.engine.averaged_weights()
+        weights = averaged or self.engine.weights()
+        if self.rank != 0:
+            return
+        about = {"step": str(self.step), "averaged": str(bool(averaged)).lower()}
+        temporary = self.output / f".weights.{os.getpid()}.tmp"
+        save_file(weights, temporary, metadata=about)
+        temporary.replace(self.output / "weights.safetensors")
+        _write_json(self.output / "draft_config.json", self.job.draft.model_dump(mode="json"))
+        volume = self.rows.volume()
+        summary = {
+            "steps": self.step,
+            "epochs": self.config.epochs,
+            **volume,
+            "rows_trained": volume["rows"] * self.config.epochs,
+            "tokens_trained": volume["tokens"] * self.config.epochs,
+            "seconds": round(self._seconds(), 1),
+            "averaged": bool(averaged),
+            "draft_vocab_coverage": self.vocab.coverage,
+            "heldout": self.heldout,
+        }
+        _write_json(self.output / "summary.json", summary)
+
+    def _agree(self, batches: list[PackedBatch]) -> tuple[int, int, bool]:
+        """Teaching rows and tokens of the step over all ranks, and whether to stop after it."""
+        asked = self.rank == 0 and (self.output / STOP_FILE).exists()
+        rows = sum(len(batch.rows) for batch in batches)
+        tokens = sum(len(batch.input_ids) for batch in batches)
+        sums = self._sum(torch.tensor([rows, tokens, int(asked)])).tolist()
+        return sums[0], sums[1], bool(sums[2])
+
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, on the CPU."""
+        values = values.to(self.device)
+        dist.all_reduce(values)
+        return values.cpu()
+
+    def _seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self.started
+
+    def _log(self, window: _Window, rate: float, grad_norm: float) -> None:
+        tally = Tally.from_vector(self._sum(window.tally.vector()))
+        elapsed = time.monotonic() - window.started
+        if self.rank == 0:
+            self._append(
+                "train",
+                epoch=(self.step - 1) // self.rows.steps_per_epoch,
+                total_steps=self.rows.total_steps,
+                loss=window.loss / window.steps,
+                learning_rate=rate,
+                grad_norm=grad_norm,
+                rows=window.rows,
+                tokens=window.tokens,
+                seconds=round(elapsed, 3),
+                rows_per_second=window.rows / elapsed,
+                tokens_per_second=window.tokens / elapsed,
+                data_wait_share=window.waited / elapsed,
+                **tally.summary(),
+            )
+
+    def _evaluate(self) -> None:
+        """Held-out acceptance from globally summed counts, overall and by domain."""
+        weights = self.engine.averaged_weights() or self.engine.weights()
+        evaluator = self.engine.evaluator(weights, self.embedding, self.vocab.used)
+        store, held = self.rows.store, self.rows.split.heldout
+        domain_of = {store.sample_ids[row]: store.domains[row] for row in held}
+        domains = sorted(set(domain_of.values()))
+        sums = torch.zeros(len(domains), *Tally.empty(self.config.ttt_steps).vector().shape)
+        sums = sums.to(torch.int64)
+        with torch.no_grad():
+            for batch in self.rows.heldout() if held else ():
+                on_device = batch.to(self.device)
+                _, speakable, correct = (flags.cpu() for flags in evaluator(on_device))
+                for number, sample_id in enumerate(batch.sample_ids):
+                    of = batch.documents == number
+                    tally = Tally.of(batch.counted[of], speakable[of], correct[of])
+                    sums[domains.index(domain_of[sample_id])] += tally.vector()
+        sums = self._sum(sums)
+        self.heldout = {
+            "overall": Tally.from_vector(sums.sum(0)).summary(),
+            "domains": {
+                name: Tally.from_vector(part).summary()
+                for name, part in zip(domains, sums, strict=True)
+            },
+        }
+        if self.rank == 0:
+            self._append("heldout", **self.heldout)
+
+    def _save(self) -> None:
+        weights, moments = self.engine.weights(), self.engine.moments()
+        averaged = self.engine.averaged_weights()
+        if self.rank == 0:
+            snapshot = Snapshot(
+                step=self.step,
+                fingerprint=self.job.fingerprint,
+                seconds=self._seconds(),
+                weights=weights,
+                ema=averaged,
+                **moments,
+            )
+            checkpoint.save(Path(self.job.checkpoints), snapshot, kept=self.config.checkpoints_kept)
+        self._sum(torch.zeros(1))  # nobody goes on before the checkpoint is there
+
+    def _append(self, kind: str, **facts: Any) -> None:
+        line = json.dumps({"kind": kind, "step": self.step, **facts}, allow_nan=False)
+        with self.metrics.open("a") as file:
+            file.write(line + "\n")
+
+
+def _not_finite(
+    step: int, batches: list[PackedBatch], loss: float, grad_norm: float
+) -> TrainingFault:
+    names = sorted(name for batch in batches for name in batch.sample_ids)
+    return TrainingFault(
+        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; finite numbers were expected. "
+        f"This rank's samples: {', '.join(names)}. Look at them with eyas glance; if their states "
+        "are sound, lower train.learning_rate. The last checkpoint is from before this step"
+    )
+
+
+def _cut_metrics(path: Path, step: int) -> None:
+    """Drop lines of steps that will be made again, and a last line that a kill cut short."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = []
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+        if not line.endswith("\n") or json.loads(line)["step"] > step:
+            break
+        kept.append(line)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    temporary.replace(path)
