@@ -162,7 +162,7 @@ def render(report: StatusReport, console: Console) -> None:
             escape(one.headline),
         )
     console.print(table)
-    if report.training and report.state != "finished":
+    if report.training and report.training.step < report.training.total_steps:
         console.print(_say_training(report.training), highlight=False)
     if report.sets:
         console.print(_set_table(report))
