@@ -135,6 +135,7 @@ def _embedded_servers(
         num_cpus=_ACTOR_CPUS,
         num_gpus=1 if config.device == "cuda" else 0,
         max_restarts=0,
+        max_concurrency=2,  # `close` must not wait for `wait_until_ready`
         scheduling_strategy=here,
     )
     servers: list[Any] = []
@@ -173,6 +174,8 @@ def _ray_get(references: list[Any]) -> Any:
         if isinstance(error.cause, ServerFailed):
             raise error.cause from None
         raise
+    except ray.exceptions.RayActorError as error:
+        raise ServerFailed(f"the actor of a server died: {error}") from error
 
 
 async def _check_all(

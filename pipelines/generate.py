@@ -175,8 +175,8 @@ class _Asking:
             return
         with _servers(self._recipe, self._run, self._events) as urls:
             if any(canary.values()):
-                for report in self._ask(canary, urls):
-                    self._count(report)
+                for reports in self._ask(canary, urls):
+                    self._count(reports)
                 self._judge_canaries()
             self._ask_the_rest(urls)
 
@@ -185,10 +185,11 @@ class _Asking:
         if not any(rest.values()):
             return
         windows = {name: self._last_window(name) for name in self._prompts}
-        for report in self._ask(rest, urls):
-            self._count(report)
-            windows[report.dataset] = windows[report.dataset].after(report)
-            self._judge_if_full(report.dataset, windows[report.dataset])
+        for reports in self._ask(rest, urls):
+            self._count(reports)
+            for report in reports:
+                windows[report.dataset] = windows[report.dataset].after(report)
+                self._judge_if_full(report.dataset, windows[report.dataset])
 
     def _last_window(self, name: str) -> Window:
         size = self._recipe.generate.gates.canary_rows
@@ -199,12 +200,13 @@ class _Asking:
         if window.is_full:
             self._judge(name, window.reports, "window")
 
-    def _count(self, report: RowReport) -> None:
-        self._held[report.dataset][report.sample_id] = report
-        self.asked.append(report)
-        self._tokens += report.output_tokens
+    def _count(self, reports: Sequence[RowReport]) -> None:
+        for report in reports:
+            self._held[report.dataset][report.sample_id] = report
+            self._tokens += report.output_tokens
+        self.asked += reports
         elapsed = max(time.monotonic() - self._started, 1e-9)
-        self._progress.advance(1, {"tokens/s": f"{self._tokens / elapsed:,.0f}"})
+        self._progress.advance(len(reports), {"tokens/s": f"{self._tokens / elapsed:,.0f}"})
 
     def _canary(self, name: str) -> Sequence[str]:
         return self._prompts[name][: self._recipe.generate.gates.canary_rows]
@@ -234,8 +236,10 @@ class _Asking:
             case _ if phase == "canary":
                 self._events.append("canary_passed", set=name, **figures)
 
-    def _ask(self, wanted: Mapping[str, Sequence[str]], urls: Sequence[str]) -> Iterator[RowReport]:
-        """Have workers answer the wanted rows; yield each when it is durable, in any order."""
+    def _ask(
+        self, wanted: Mapping[str, Sequence[str]], urls: Sequence[str]
+    ) -> Iterator[list[RowReport]]:
+        """Have workers answer the wanted rows; yield them as they become durable, in any order."""
         import ray
         from ray.data import ActorPoolStrategy, DataContext
 
@@ -248,6 +252,7 @@ class _Asking:
         ]
         ids = ray.put(pa.array([one for ids in wanted.values() for one in ids], pa.string()))
         rows = plan.rows_per_call
+        _quiet_console()
         context = DataContext.get_current()
         context.enable_progress_bars = False
         context.execution_no_progress_timeout_s = -1  # a block may take as long as a deadline
@@ -272,24 +277,28 @@ class _Asking:
                     max_tasks_in_flight_per_actor=_CALLS_PER_WORKER + 4,
                     enable_true_multi_threading=True,
                 ),
-                **_placement(self._recipe),
+                label_selector=_place(self._recipe),
             )
         )
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
             table: pa.Table = batch
-            for row in table.to_pylist():
-                yield RowReport(**row)
+            yield [RowReport(**row) for row in table.to_pylist()]
 
 
-def _placement(recipe: Recipe) -> dict[str, Any]:
+def _place(recipe: Recipe) -> dict[str, str] | None:
     """Embedded servers listen on this node's loopback, so their workers live here too."""
     if not isinstance(recipe.generate.servers, EmbeddedServers):
-        return {}
+        return None
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = ray.get_runtime_context().get_node_id()
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False)}
+    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+
+
+def _quiet_console() -> None:
+    """Ray Data's notes on each execution go to its own log file; errors still reach the console."""
+    for handler in logging.getLogger("ray.data").handlers:
+        if handler.name == "console":
+            handler.setLevel(logging.ERROR)
 
 
 def _keep(batch: pa.Table, wanted: list[Any]) -> pa.Table:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from actors.config import PoolConfig, Sampling
+from actors.config import AttachedServers, EmbeddedServers, PoolConfig, Sampling
 from actors.errors import BadReply
 from actors.pool import Completed, Failed, Pool
 from actors.protocol import Completion, GenerateRequest, sampling_params
@@ -48,7 +48,14 @@ class WorkerPlan:
     def of(recipe: Recipe, run: RunFolder, urls: tuple[str, ...]) -> "WorkerPlan":
         """The plan of each of the recipe's workers: they share the permits."""
         whole = recipe.generate.pool
-        share = max(1, whole.max_in_flight_per_server // recipe.generate.workers)
+        permits = whole.max_in_flight_per_server
+        match recipe.generate.servers:
+            case EmbeddedServers(max_running_requests=running):
+                # What waits inside a server only makes its answers, and so the verdicts, late.
+                permits = min(permits, running + running // 4 + 1)
+            case AttachedServers():
+                pass
+        share = max(1, permits // recipe.generate.workers)
         return WorkerPlan(
             run=run,
             sets=tuple(one.name for one in recipe.prompts.train),

@@ -155,8 +155,9 @@ def commit(
     for path in segments:
         hook("remove")
         path.unlink()
-    if (run.segments / set_name).exists():
-        (run.segments / set_name).rmdir()
+    for folder in (run.segments / set_name, run.segments):
+        if folder.exists() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def committed_files(run: RunFolder, set_name: str) -> list[Path]:

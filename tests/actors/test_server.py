@@ -98,6 +98,51 @@ def test_without_a_length_of_its_own_the_server_has_the_models(tiny_target):
             check_servers([server.url], target=tiny_target, need_context_tokens=513)
 
 
+def processes_of(config, target):
+    """Running engines of this target, started by anyone."""
+    words = ["actors.reference", str(target)]
+    return [
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if all(word in (one.info["cmdline"] or []) for word in words)
+        and config.dtype in one.info["cmdline"]
+    ]
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_embedded_servers_serve_the_target_and_end_with_their_user(tiny_target, tmp_path):
+    def use():
+        with running_servers(
+            CONFIG, target=tiny_target, options=EngineOptions(), logs=tmp_path, label="x"
+        ) as urls:
+            assert len(set(urls)) == CONFIG.count
+            check_servers(urls, target=tiny_target, need_context_tokens=512)
+            engines.extend(processes_of(CONFIG, tiny_target))
+            raise ZeroDivisionError  # the user's own trouble
+
+    engines: list[psutil.Process] = []
+    with pytest.raises(ZeroDivisionError):
+        use()
+    assert len(engines) >= CONFIG.count
+    assert psutil.wait_procs(engines, timeout=20)[1] == []
+    assert {path.name for path in tmp_path.iterdir()} == {"x-0.log", "x-1.log"}
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_an_embedded_server_that_cannot_start_shows_its_log(tmp_path):
+    with (
+        pytest.raises(ServerFailed, match=r"the end of its log .*x-0\.log"),
+        running_servers(
+            CONFIG.model_copy(update={"count": 1}),
+            target=tmp_path / "no-such-target",
+            options=EngineOptions(),
+            logs=tmp_path,
+            label="x",
+        ),
+    ):
+        pass
+
+
 def test_a_silent_server_is_unfit():
     with FakeServer() as server:
         url = server.url

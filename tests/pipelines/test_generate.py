@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -141,6 +142,29 @@ def test_a_bad_last_window_is_not_forgotten_when_all_rows_are_there(run, tmp_pat
         answer(recipe_for(tmp_path, tiny_target, server.url), run, range(9, 20))
     with pytest.raises(QualityStop, match="window: 8 of 8 rows are rejected"):
         generate(recipe, run, EventLog(run))
+
+
+def test_a_worker_that_is_killed_is_started_again_and_no_row_is_lost(run, tmp_path, tiny_target):
+    write_prompts(run, COUNT)
+    killed = threading.Event()
+
+    def kill_the_worker_once(request, nth):
+        if request["input_ids"][1] == 45 and not killed.is_set():
+            killed.set()
+            for process in psutil.Process().children(recursive=True):  # of this test's own Ray
+                if any(word.startswith("ray::MapWorker") for word in process.cmdline()):
+                    process.kill()
+        return by_number(request, nth)
+
+    with FakeServer(kill_the_worker_once, model_path=str(tiny_target)) as server:
+        recipe = recipe_for(
+            tmp_path, tiny_target, server.url, "generate.pool={max_in_flight_per_server: 2}"
+        )
+        answer(recipe, run, range(8))
+        counts = generate(recipe, run, EventLog(run))
+    assert killed.is_set()
+    assert counts["sets"]["chat"]["ok"] == 48
+    assert len(server.requests) < 2 * COUNT - 20  # what was durable was not asked again
 
 
 def test_a_server_that_does_not_fit_is_a_failed_preflight(run, tmp_path, tiny_target):

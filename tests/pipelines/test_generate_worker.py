@@ -14,11 +14,13 @@ from pipelines.generate_worker import (
     row_seed,
     target_vocab_size,
 )
+from pipelines.recipe import load_recipe
 from pipelines.schema import PROMPT_SCHEMA
 from pipelines.segments import durable_ids
 from pipelines.store import RunFolder
 from tests.support.fake_server import FakeServer, Reply, good_reply
 from tests.support.generate_run import by_number, prompt_row, recipe_for
+from tests.support.road import write_recipe
 
 
 @pytest.fixture
@@ -114,6 +116,12 @@ def test_workers_share_the_permits_of_a_server(plan_for):
     shared = plan_for("http://x", pool, "generate.workers=3")
     assert shared.pool.max_in_flight_per_server == 2
     assert shared.rows_per_call == 8  # never less
+
+
+def test_an_embedded_server_is_asked_for_little_more_than_it_runs(tmp_path, tiny_target):
+    recipe = load_recipe(write_recipe(tmp_path, tiny_target))  # runs 8 at once
+    plan = WorkerPlan.of(recipe, RunFolder(tmp_path / "run"), ("http://x",))
+    assert plan.pool.max_in_flight_per_server == 11
 
 
 def test_a_count_that_no_column_can_hold_is_a_bad_reply():
