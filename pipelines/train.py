@@ -135,24 +135,27 @@ def _launch_and_watch(job: TrainJob, total: int, run: RunFolder, events: EventLo
     stop = run.training / STOP_FILE
     stop.unlink(missing_ok=True)  # of an earlier process
     failure: list[BaseException] = []
+    done = threading.Event()  # an interrupted Thread.join takes a live thread for a finished one
 
     def work() -> None:
         try:
             launch(job)
         except BaseException as error:  # noqa: BLE001 - raised below, in the thread that waits
             failure.append(error)
+        finally:
+            done.set()
 
     thread = threading.Thread(target=work, name="ray-train", daemon=True)
     watch = _Watch(run.training / "metrics.jsonl", total, events)
-    thread.start()
     try:
-        while thread.is_alive():
-            thread.join(_POLL_SECONDS)
+        thread.start()
+        while not done.wait(_POLL_SECONDS):
             watch.look()
+        watch.look()
     except KeyboardInterrupt:
         logger.info("stopping: the step under way ends and a checkpoint is written")
         stop.touch()
-        thread.join(_STOP_SECONDS)
+        done.wait(_STOP_SECONDS)
         raise
     finally:
         stop.unlink(missing_ok=True)

@@ -114,13 +114,17 @@ class Engine:
             self._engine.backward(loss * (dist.get_world_size() / denominator))
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
+        # Stage 0 in fp32 is the one case where DeepSpeed keeps no norm; its gradients are whole.
+        keeps_none = self._config.zero_stage == 0 and self._dtype == torch.float32
+        grads = [p.grad for p in self._parameters.values() if p.grad is not None]
+        own_norm = float(torch.nn.utils.get_total_norm(grads)) if keeps_none else 0.0
         self._engine.step()
-        grad_norm = self._engine.get_global_grad_norm()
+        grad_norm = own_norm if keeps_none else float(self._engine.get_global_grad_norm())
         self._updates += 1
         if self._ema:
             decay = ema_decay(self._updates, self._config.ema_decay)
             torch._foreach_lerp_(self._ema, [flat.detach() for flat in self._flats], 1 - decay)
-        return StepResult(total, float(grad_norm), tally)
+        return StepResult(total, grad_norm, tally)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The fp32 masters, whole, on the CPU. Every rank must call this together."""

@@ -140,7 +140,8 @@ def test_only_a_fault_that_would_repeat_is_not_tried_again():
     assert _fault_in([RuntimeError("the worker died")]) is None
 
 
-def test_ray_train_with_two_workers_agrees_with_one(tmp_path: Path, tiny_target: Path, local_ray):
+@pytest.mark.usefixtures("local_ray")
+def test_ray_train_with_two_workers_agrees_with_one(tmp_path: Path, tiny_target: Path):
     one = tiny_job(tmp_path / "one", tiny_target, epochs=1)
     two = tiny_job(tmp_path / "two", tiny_target, epochs=1, workers=2, zero_stage=2)
     train(one)
