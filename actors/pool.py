@@ -8,6 +8,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -21,6 +22,8 @@ from actors.errors import RequestFault, Unreachable
 from actors.protocol import Completion, GenerateRequest
 
 logger = logging.getLogger(__name__)
+
+_CHECK_THREADS = 64
 
 T = TypeVar("T")
 Check = Callable[[Completion, GenerateRequest], T]
@@ -70,6 +73,9 @@ class Pool:
 
     async def __aenter__(self) -> "Pool":
         self._stack = AsyncExitStack()
+        # Of its own: a check may wait for a file, and must not hold up anybody else's threads.
+        threads = len(self._clients) * self._config.max_in_flight_per_server
+        self._checks = self._stack.enter_context(ThreadPoolExecutor(min(threads, _CHECK_THREADS)))
         for client in self._clients.values():
             await self._stack.enter_async_context(client)
         return self
@@ -130,7 +136,10 @@ class Pool:
         state_after: Callable[[ServerState], ServerState] = ServerState.after_silence
         try:
             completion = await self._clients[url].generate(request, deadline_seconds=deadline)
-            value = await asyncio.to_thread(check, completion, request) if check else None
+            value = None
+            if check is not None:
+                loop = asyncio.get_running_loop()
+                value = await loop.run_in_executor(self._checks, check, completion, request)
         except RequestFault as fault:
             now, seen = time.monotonic(), fault
             state_after = lambda state: state.after_fault(seen, now, config)  # noqa: E731
@@ -203,7 +212,9 @@ class Pool:
 
     def _give_up(self) -> None:
         """Fail the waiting turns. Rows that come later still probe, once each."""
-        fault = Unreachable("no_server", f"no server has answered for {self._alone_seconds():.0f} s")
+        fault = Unreachable(
+            "no_server", f"no server has answered for {self._alone_seconds():.0f} s"
+        )
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
