@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from actors import protocol
-from actors.capture_file import can_name_a_file, sweep
 from actors.protocol_server import (
     RequestRefused,
     ServedRequest,
@@ -95,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def serve(options: ServeOptions) -> int:
     """Load the target and serve it until SIGINT or SIGTERM: 0; or 3 if it cannot start."""
     # Threads that spin while they wait starve the HTTP thread and every other process: on two
-    # busy cores spinning was measured to be three times slower. Read when OpenMP is loaded.
+    # busy cores spinning was measured to be three times slower. OpenMP reads this as it is loaded,
+    # with torch, which is why no file that imports torch is imported at the top of this one.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from actors.reference_draft import DraftRefused
@@ -156,6 +156,7 @@ def _bind(host: str, port: int) -> socket.socket:
 def _load(options: ServeOptions) -> "tuple[Target, Engine]":
     import torch
 
+    from actors.capture_file import sweep
     from actors.reference_draft import TargetFacts, read_draft
     from actors.reference_engine import Engine
     from actors.reference_model import DTYPES, Target, TargetRefused
@@ -231,6 +232,8 @@ class _Server:
     """The HTTP shell: reads requests, hands them to the engine, writes replies."""
 
     def __init__(self, options: ServeOptions, target: "Target", engine: "Engine") -> None:
+        from actors.capture_file import can_name_a_file
+
         self._options = options
         self._target = target
         self._engine = engine

@@ -17,6 +17,13 @@ from actors.reference_cache import SLOT_ATTENTION, SlotCache, causal_mask, slot_
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NEEDED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 # Largest difference of a logit, as a share of the largest logit, between our passes and the
 # model's own: the order of sums in fp32, a few roundings in bf16. A scale or cap that we do not
@@ -56,6 +63,12 @@ class Target:
         _check_folder(folder)
         model, self.tokenizer = _load(folder, DTYPES[dtype], device)
         config = model.config.get_text_config()
+        missing = [name for name in _NEEDED if not hasattr(config, name)]
+        if missing:
+            raise TargetRefused(
+                f"{', '.join(model.config.architectures or ())} has no {', '.join(missing)} in its "
+                "configuration, which this engine needs"
+            )
         self.device = torch.device(device)
         self.dtype = DTYPES[dtype]
         self.model_type: str = model.config.model_type
@@ -67,15 +80,22 @@ class Target:
         self.context_length = _context_length(config, context_length)
         self.eos_ids = _eos_ids(model, self.tokenizer)
         self.aux_layer_ids = _aux_layer_ids(aux_layer_ids, self.layers)
-        self._groups: int = config.num_attention_heads // config.num_key_value_heads
+        # Absent where a family of models has no grouped heads.
+        kv_heads = config.to_dict().get("num_key_value_heads") or config.num_attention_heads
+        self._groups: int = config.num_attention_heads // kv_heads
         self._trunk = model.base_model
         self._head = model.get_output_embeddings()
         self._captured: dict[int, torch.Tensor] = {}
         names = inspect.signature(type(self._trunk).forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
         self.cache = SlotCache(self.layers, slots)
-        _prove(self, model)
-        self._watch_layers(config)
+        try:
+            _prove(self, model)
+            self._watch_layers(config)
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise TargetRefused(
+                f"{', '.join(self.architectures)} does not run on this engine: {error!r}"
+            ) from error
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -108,6 +128,9 @@ class Target:
         used = self.cache.plan_extend(first, queries)
         mask = causal_mask(first, queries, used, self._groups, self.dtype)
         positions = first[:, None] + torch.arange(queries, device=self.device)
+        # A drafted token may lie past the context's end. It is never kept, but learned positions
+        # have no row for it.
+        positions = positions.clamp(max=self.max_context_length - 1)
         return self._pass(ids.to(self.device), positions, mask)
 
     def logits(
@@ -135,17 +158,19 @@ class Target:
         return States(out.last_hidden_state, aux)
 
     def _watch_layers(self, config: Any) -> None:
-        stack = next(
+        stacks = [
             module
             for module in self._trunk.modules()
             if isinstance(module, torch.nn.ModuleList) and len(module) == config.num_hidden_layers
-        )
+        ]
+        if not stacks:
+            raise NotImplementedError("no list of layers to watch")
         for layer in self.aux_layer_ids:
 
             def keep(_module: Any, _inputs: Any, output: Any, layer: int = layer) -> None:
                 self._captured[layer] = output[0] if isinstance(output, tuple) else output
 
-            stack[layer].register_forward_hook(keep)
+            stacks[0][layer].register_forward_hook(keep)
 
 
 def _check_folder(folder: Path) -> None:

@@ -282,6 +282,11 @@ def test_a_drafting_server_counts_and_refuses_to_sample(tiny_target, tmp_path):
             server.process.wait()
 
 
+def test_openmp_is_told_how_to_wait_before_it_is_loaded():
+    program = "import sys, actors.reference; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
 def options(target, **changes):
     return ServeOptions(
         **{

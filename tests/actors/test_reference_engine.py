@@ -377,6 +377,13 @@ def test_speculation_gives_the_greedy_output_and_the_plain_rounds(speculating):
             assert sum(total[1:]) > 5  # some, and it hangs on the target's states
 
 
+def test_a_chain_may_look_past_the_contexts_end(speculating):
+    _, engine, oracle = speculating
+    row = [3 + n % 250 for n in range(490)]
+    (outcome,) = answers(engine, [served("r", row, max_new_tokens=22, ignore_eos=True)])
+    assert outcome.output_ids == generated(oracle.model, row, 22, eos_token_id=None)
+
+
 def test_a_single_token_needs_no_verification(speculating):
     _, engine, _ = speculating
     (outcome,) = answers(engine, [served("r", [5, 6, 7], max_new_tokens=1)])

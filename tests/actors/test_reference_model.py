@@ -7,6 +7,10 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
     MistralConfig,
@@ -131,6 +135,18 @@ def test_a_target_that_scales_its_logits_is_refused(tmp_path, tiny_target):
     model = GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=8.0))
     with pytest.raises(TargetRefused, match="differ from the model's own"):
         opened(saved(model, tmp_path / "granite", tiny_target))
+
+
+def test_a_target_that_cannot_run_here_is_refused_in_one_sentence(tmp_path, tiny_target):
+    model = BloomForCausalLM(BloomConfig(vocab_size=259, hidden_size=32, n_layer=2, n_head=4))
+    with pytest.raises(TargetRefused, match="BloomForCausalLM has no max_position_embeddings"):
+        opened(saved(model, tmp_path / "bloom", tiny_target))
+
+
+def test_learned_positions_and_ungrouped_heads_are_served(tmp_path, tiny_target):
+    sizes = {"vocab_size": 259, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    model = GPT2LMHeadModel(GPT2Config(**sizes))
+    assert opened(saved(model, tmp_path / "gpt2", tiny_target)).context_length == 128
 
 
 def test_sliding_attention_is_refused_unless_the_window_holds_the_context(tmp_path, tiny_target):
