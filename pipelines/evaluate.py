@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -40,11 +41,15 @@ logger = logging.getLogger(__name__)
 EVALUATION_VERSION = "1"
 OVERALL_DOMAINS = ("chat", "math", "code")
 Phase = Literal["plain", "trained", "untrained"]
-PHASES: tuple[Phase, ...] = ("plain", "trained", "untrained")
+DRAFTED: tuple[Phase, ...] = ("trained", "untrained")
+PHASES: tuple[Phase, ...] = ("plain", *DRAFTED)
 # Two tokens whose fp32 logits are nearer than this may swap with the order of a sum; a draft
 # changes how many rows a forward has, and with it that order.
 TIE_LOGIT_GAP = 1e-3
 _BOOTSTRAP_SEED = 1
+# Of each set's prompts. An untrained draft is hardly ever right, so a few say it, and each token
+# costs a whole verification.
+_UNTRAINED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -68,15 +73,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Measured:
-    """One phase: an answer for every prompt, in the prompts' order."""
+    """One phase: the answers by sample id."""
 
-    answers: tuple[Answer, ...]
+    answers: Mapping[str, Answer]
     seconds: float
 
     @property
     def tokens_per_second(self) -> float:
         """Output tokens over wall time: says something of this machine only."""
-        return sum(len(answer.output_ids) for answer in self.answers) / self.seconds
+        return sum(len(one.output_ids) for one in self.answers.values()) / self.seconds
 
 
 def evaluate(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
@@ -92,7 +97,10 @@ def evaluate(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]
             change="set evaluate.servers.kind to embedded",
         )
     prompts = read_prompts(recipe, run)
-    measured = {phase: _phase(recipe, run, phase, prompts, servers, events) for phase in PHASES}
+    measured = {
+        phase: _phase(recipe, run, phase, prompts_of(phase, prompts), servers, events)
+        for phase in PHASES
+    }
     differences = compare(recipe, prompts, measured)
     refuse_lossy(differences)
     result = summarise(recipe, run, prompts, measured, differences)
@@ -130,15 +138,25 @@ def read_prompts(recipe: Recipe, run: RunFolder) -> list[Prompt]:
     return prompts
 
 
+def prompts_of(phase: Phase, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts that a phase asks: all, or for the untrained draft the first of each set."""
+    if phase != "untrained":
+        return list(prompts)
+    chosen: list[Prompt] = []
+    for dataset in dict.fromkeys(prompt.dataset for prompt in prompts):
+        of_set = [prompt for prompt in prompts if prompt.dataset == dataset]
+        chosen += of_set[: math.ceil(_UNTRAINED_SHARE * len(of_set))]
+    return chosen
+
+
 def compare(
     recipe: Recipe, prompts: Sequence[Prompt], measured: Mapping[Phase, Measured]
 ) -> list[dict[str, Any]]:
     """Every prompt whose output changed with a draft: where, what, and whether it was a tie."""
     differences: list[dict[str, Any]] = []
-    for phase in PHASES[1:]:
-        for prompt, plain, drafted in zip(
-            prompts, measured["plain"].answers, measured[phase].answers, strict=True
-        ):
+    for phase in DRAFTED:
+        for prompt in prompts_of(phase, prompts):
+            plain, drafted = (measured[one].answers[prompt.sample_id] for one in ("plain", phase))
             at = first_difference(plain.output_ids[: prompt.max_new_tokens], drafted.output_ids)
             if at is not None:
                 differences.append(
@@ -179,16 +197,26 @@ def summarise(
 ) -> dict[str, Any]:
     """The content of `evaluation.json`."""
     steps = recipe.evaluate.draft_steps
-    kinds = {
-        "trained": [_counted(answer) for answer in measured["trained"].answers],
-        "untrained": [_counted(answer) for answer in measured["untrained"].answers],
-        "ngram": [
-            ngram_acceptance(
-                prompt.input_ids, answer.output_ids, steps=steps, emitted=prompt.max_new_tokens
-            )
-            for prompt, answer in zip(prompts, measured["plain"].answers, strict=True)
-        ],
+    plain = measured["plain"].answers
+    kinds: dict[str, list[tuple[Prompt, Counters]]] = {
+        phase: [
+            (prompt, _counted(measured[phase].answers[prompt.sample_id]))
+            for prompt in prompts_of(phase, prompts)
+        ]
+        for phase in DRAFTED
     }
+    kinds["ngram"] = [
+        (
+            prompt,
+            ngram_acceptance(
+                prompt.input_ids,
+                plain[prompt.sample_id].output_ids,
+                steps=steps,
+                emitted=prompt.max_new_tokens,
+            ),
+        )
+        for prompt in prompts
+    ]
     domains = sorted({prompt.domain for prompt in prompts})
     phases = [(phase, measured[phase]) for phase in PHASES]
     groups = {"overall": OVERALL_DOMAINS, "all_domains": tuple(domains)}
@@ -205,6 +233,7 @@ def summarise(
             "max_new_tokens": recipe.evaluate.max_new_tokens,
             "acceptance_length": "1 + correct_drafts / verifications, from summed counters",
             "overall": list(OVERALL_DOMAINS),
+            "untrained": f"on the first {_UNTRAINED_SHARE:.0%} of each set's prompts",
             "interval": "95%, percentile bootstrap over prompts",
             "ngram": "longest suffix of 4 to 1 tokens, its latest occurrence before",
         },
@@ -213,18 +242,13 @@ def summarise(
         "sets": [one.name for one in recipe.prompts.evaluation],
         "lossless": all(one["is_tie"] for one in differences),
         "tokens_compared": sum(
-            len(answer.output_ids) for phase in PHASES[1:] for answer in measured[phase].answers
+            len(one.output_ids) for phase in DRAFTED for one in measured[phase].answers.values()
         ),
         "numeric_ties": list(differences),
         "acceptance": {
             kind: {
                 name: _acceptance(
-                    [
-                        one
-                        for prompt, one in zip(prompts, counted, strict=True)
-                        if prompt.domain in members
-                    ],
-                    steps,
+                    [one for prompt, one in counted if prompt.domain in members], steps
                 )
                 for name, members in groups.items()
             }
@@ -311,13 +335,13 @@ def _phase(
         {
             "mark": mark,
             "seconds": measured.seconds,
-            "answers": [
-                {
+            "answers": {
+                sample_id: {
                     "output_ids": answer.output_ids,
                     "histogram": answer.counters and answer.counters.histogram,
                 }
-                for answer in measured.answers
-            ],
+                for sample_id, answer in measured.answers.items()
+            },
         },
     )
     events.append("evaluation_phase", phase=phase, seconds=round(measured.seconds, 1))
@@ -325,14 +349,14 @@ def _phase(
 
 
 def _measured_from(stored: Mapping[str, Any]) -> Measured:
-    answers = (
-        Answer(
+    answers = {
+        sample_id: Answer(
             tuple(one["output_ids"]),
             None if one["histogram"] is None else Counters(tuple(one["histogram"])),
         )
-        for one in stored["answers"]
-    )
-    return Measured(tuple(answers), stored["seconds"])
+        for sample_id, one in stored["answers"].items()
+    }
+    return Measured(answers, stored["seconds"])
 
 
 def _mark(recipe: Recipe, run: RunFolder, phase: Phase, prompts: Sequence[Prompt]) -> str:
@@ -378,15 +402,11 @@ async def _ask(
         started = time.monotonic()
         # Long prompts first, so that no long one is alone at the end.
         order = sorted(prompts, key=lambda prompt: -len(prompt.input_ids))
-        answers = dict(
-            zip(
-                [prompt.sample_id for prompt in order],
-                await asyncio.gather(*map(one, order)),
-                strict=True,
-            )
-        )
+        answers = await asyncio.gather(*map(one, order))
         seconds = time.monotonic() - started
-    return Measured(tuple(answers[prompt.sample_id] for prompt in prompts), seconds)
+    return Measured(
+        {prompt.sample_id: answer for prompt, answer in zip(order, answers, strict=True)}, seconds
+    )
 
 
 def _request(recipe: Recipe, prompt: Prompt, max_new_tokens: int) -> GenerateRequest:

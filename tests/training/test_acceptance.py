@@ -44,9 +44,9 @@ def test_equal_requests_leave_no_uncertainty():
 
 def test_ngram_rounds_worked_out_by_hand():
     # Text 7 8 9 5 7 8, then the output 9 5 1 8 9.
-    # Prefill gives 9. Round 1: suffix 8 9 was seen, then came 5 7; 5 is right, 7 is not: 1 accepted,
-    # out are 9 5 1. Round 2: 1 is new: no draft, 0 accepted, out is 8. Round 3: 8 came before,
-    # followed by 9 5; 9 is right and the output ends: 1 accepted.
+    # Prefill gives 9. Round 1: suffix 8 9 was seen, then came 5 7; 5 is right, 7 is not: 1
+    # accepted, out are 9 5 1. Round 2: 1 is new: no draft, 0 accepted, out is 8. Round 3: 8 came
+    # before, followed by 9 5; 9 is right and the output ends: 1 accepted.
     assert ngram_acceptance([7, 8, 9, 5, 7, 8], [9, 5, 1, 8, 9], steps=2).histogram == (1, 2, 0)
 
 
