@@ -114,7 +114,9 @@ def test_a_stop_in_a_window_loses_nothing_and_is_gone_on_from(run, tmp_path, tin
         counts = generate(recipe, run, EventLog(run))
     assert counts["sets"]["chat"]["ok"] == 48
     assert counts["sets"]["chat"]["failed"] == {"http_400": 6}
-    assert len(server.requests) == COUNT - len(kept)
+    # Fewer where the stopped worker still made rows durable after `kept` was read.
+    assert len(server.requests) <= COUNT - len(kept)
+    assert len(asked_numbers(server)) == len(set(asked_numbers(server)))
     assert not kept & {f"chat-{number:012x}" for number in asked_numbers(server)}
 
 
