@@ -8,7 +8,7 @@ import collections
 import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -54,8 +54,10 @@ def generate(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]
         commit(run, name, ids)
     seconds = time.monotonic() - started
     new_tokens = sum(report.output_tokens for report in asking.asked)
+    sets = {name: _counts(run, name, len(ids)) for name, ids in prompts.items()}
     return {
-        "sets": {name: _counts(run, name, len(ids)) for name, ids in prompts.items()},
+        "headline": _headline(sets.values()),
+        "sets": sets,
         "asked": len(asking.asked),
         "seconds": round(seconds, 1),
         "output_tokens_per_second": round(new_tokens / seconds, 1),
@@ -140,6 +142,14 @@ def _counts(run: RunFolder, set_name: str, prompts: int) -> dict[str, Any]:
         "prompt_tokens": prompt_tokens,  # of the ok rows, as is the next
         "output_tokens": output_tokens,
     }
+
+
+def _headline(sets: Collection[Mapping[str, Any]]) -> str:
+    ok, tokens = (sum(one[key] for one in sets) for key in ("ok", "output_tokens"))
+    rejected, failed = (
+        sum(sum(one[key].values()) for one in sets) for key in ("rejected", "failed")
+    )
+    return f"{ok:,} ok, {rejected:,} rejected, {failed:,} failed; {tokens:,} tokens"
 
 
 class _Asking:

@@ -3,6 +3,7 @@
 import importlib
 import logging
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -186,6 +187,7 @@ class _RayStarter:
         config = self._recipe.ray
         logger.info("starting Ray" if config.address is None else "joining Ray")
         local = config.address is None
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             address="local" if local else config.address,
             num_cpus=config.num_cpus if local else None,
@@ -195,6 +197,8 @@ class _RayStarter:
             # Workers' lines reach people through the run's logs and events, not through stdout.
             log_to_driver=False,
         )
+        # Ray puts a handler of its own there, which ends the process without any clean-up.
+        signal.signal(signal.SIGTERM, on_sigterm)
         self.is_started = True
 
 
