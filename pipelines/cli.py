@@ -2,6 +2,7 @@
 4 stopped by a quality gate, 5 verification failed, 130 interrupted.
 """
 
+import functools
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeVar
 
 import typer
 from rich.console import Console
@@ -22,6 +23,14 @@ from pipelines.store import STAGES, RunFolder
 from pipelines.telemetry import configure_logging
 
 INTERRUPTED = 130
+_WATCH_SECONDS = 2
+
+
+class _Jsonable(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+
+_Shown = TypeVar("_Shown", bound=_Jsonable)
 
 app = typer.Typer(
     name="eyas",
@@ -101,12 +110,7 @@ def glance(
     from pipelines.glance import glance as look
     from pipelines.glance import render
 
-    while True:
-        report = look(paths, full=full, show=show)
-        _show(report.to_json(), lambda console: render(report, console), as_json=as_json)
-        if not watch:
-            break
-        time.sleep(2)
+    report = _look(lambda: look(paths, full=full, show=show), render, as_json, watch)
     if strict and not report.is_healthy:
         raise typer.Exit(4)
 
@@ -121,12 +125,7 @@ def status(
     from pipelines.status import render
     from pipelines.status import status as look
 
-    while True:
-        report = look(_run_folder(folder))
-        _show(report.to_json(), lambda console: render(report, console), as_json=as_json)
-        if not watch:
-            break
-        time.sleep(2)
+    _look(lambda: look(_run_folder(folder)), render, as_json, watch)
 
 
 @app.command()
@@ -228,6 +227,20 @@ def _run(
         recipe, run, done_stages(recipe), is_new=any(not r.was_done for r in results)
     )
     _show(summary.to_json(), lambda console: render(summary, console), as_json=as_json)
+
+
+def _look(
+    look: Callable[[], _Shown], draw: Callable[[_Shown, Console], None], as_json: bool, watch: bool
+) -> _Shown:
+    """Show what `look` sees, once or again and again until Ctrl-C; return the last sight."""
+    while True:
+        seen = look()
+        if watch and not as_json:
+            Console().clear()
+        _show(seen.to_json(), functools.partial(draw, seen), as_json=as_json)
+        if not watch:
+            return seen
+        time.sleep(_WATCH_SECONDS)
 
 
 def _show(data: dict[str, Any], draw: Callable[[Console], None], *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Settings and fixtures of the whole suite: loopback only, quiet Ray, one thread where it matters."""
+"""Settings and fixtures of the whole suite: loopback only, quiet Ray, known thread counts."""
 
 import os
 from pathlib import Path
