@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,13 @@ def train(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
         raise _for_people(fault) from fault
     summary: dict[str, Any] = json.loads((run.training / "summary.json").read_text())
     events.append("train_finished", steps=summary["steps"], seconds=summary["seconds"])
-    return summary
+    return {"headline": _headline(summary), **summary}
+
+
+def _headline(summary: Mapping[str, Any]) -> str:
+    length = summary["heldout"]["overall"]["acceptance_length"]
+    seen = "no held-out response" if length is None else f"simulated acceptance length {length:.2f}"
+    return f"{summary['steps']:,} steps, {summary['rows_trained']:,} rows; {seen}"
 
 
 def _open(recipe: Recipe, run: RunFolder) -> tuple[DraftConfig, FeatureStore]:
