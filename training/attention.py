@@ -54,13 +54,13 @@ def _merge_own(
     values: torch.Tensor,  # [R, j, kv_heads, d]
 ) -> torch.Tensor:  # [R, heads, d]
     count, heads, size = query.shape
-    kv_heads = keys.shape[2]
-    groups = heads // kv_heads
-    wide_query = query.to(lse.dtype).view(count, 1, kv_heads, groups, size)
-    scores = (wide_query * keys[:, :, :, None]).sum(-1).flatten(2) / math.sqrt(size)  # [R, j, h]
-    weights = torch.cat([lse[:, None], scores], 1).softmax(1)  # [R, 1 + j, heads]
-    causal, own = weights[:, 0, :, None], weights[:, 1:].unflatten(2, (kv_heads, groups))[..., None]
-    drafted = (own * values[:, :, :, None]).sum(1).flatten(1, 2)  # [R, heads, d]
+    by_key = (count * keys.shape[2], heads // keys.shape[2])  # one small product for each key head
+    own_keys, own_values = (x.transpose(1, 2).flatten(0, 1) for x in (keys, values))  # [R*kv, j, d]
+    scores = query.reshape(*by_key, size) @ own_keys.transpose(1, 2)  # [R*kv, groups, j]
+    scores = scores.to(lse.dtype) / math.sqrt(size)
+    weights = torch.cat([lse.view(*by_key, 1), scores], -1).softmax(-1)  # [R*kv, groups, 1 + j]
+    drafted = (weights[..., 1:].to(values.dtype) @ own_values).view(count, heads, size)
+    causal = weights[..., 0].view(count, heads, 1)
     return (causal * mixed + drafted).to(query.dtype)
 
 

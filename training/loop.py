@@ -54,6 +54,8 @@ class TrainJob(BaseModel, frozen=True, extra="forbid", strict=True):
 def launch(job: TrainJob) -> None:
     """Train to the end on the Ray cluster this process is connected to. Blocks.
 
+    Call it outside the main thread, where Ray Train would put its own handler on SIGINT.
+
     A worker group that dies is started again and goes on from the newest checkpoint. Raises
     `TrainingFault` at once where another try would end the same way.
     """
@@ -115,6 +117,7 @@ def _worker(config: dict[str, Any]) -> None:
 
     job = TrainJob.model_validate_json(json.dumps(config))
     torch.set_num_threads(job.train.threads_per_worker)
+    assert torch.get_num_threads() == job.train.threads_per_worker
     context = ray.train.get_context()
     train_rows(
         job,

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import torch
-
 from training.config import DraftConfig, TrainConfig
 from training.features import FeatureRow, FeatureStore
 from training.packing import (
@@ -131,7 +129,6 @@ class ReadAhead:
                 continue
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # copies only; the compute threads belong to the step
         try:
             for step in self._steps:
                 item = (step, self._read(step))

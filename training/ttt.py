@@ -12,7 +12,7 @@ from training.model import DraftModel
 from training.packing import PackedBatch
 
 _VOCAB_PIECE = 8192  # target tokens whose logits are held at once
-_LOGITS_PER_PIECE = {"cpu": 1 << 18, "cuda": 1 << 27}  # draft logits held at once, in fp32
+_LOGITS_PER_PIECE = {"cpu": 1 << 19, "cuda": 1 << 27}  # draft logits held at once, in fp32
 
 
 class TTTLoss(nn.Module):
@@ -127,10 +127,10 @@ class _SoftCrossEntropy(torch.autograd.Function):
         for start in range(0, len(states), count):
             piece = slice(start, start + count)
             part = states[piece]
-            logits = (part @ weight.T).to(wide)  # [c, U]
+            logits = part @ weight.T  # [c, U]
             teacher = _teacher(last, head_used, labels[piece], wide)
             correct[piece] = logits.max(-1).indices == label_ids[piece]
-            log_q = logits.log_softmax(-1)
+            log_q = logits.log_softmax(-1, dtype=wide)
             losses[piece] = -torch.linalg.vecdot(teacher, log_q)
             if grad_weight is not None:
                 grad = log_q.exp_().sub_(teacher).mul_(weights[piece, None]).to(states.dtype)
