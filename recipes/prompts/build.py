@@ -471,10 +471,10 @@ def training_tools(wheels: Path) -> Iterator[Record]:
     """The live sets of BFCL: other users, other functions."""
     asked_before: set[str] = set()
     for name, most in (
-        ("live_simple", 60),
-        ("live_multiple", 60),
-        ("live_parallel", 8),
-        ("live_parallel_multiple", 8),
+        ("live_simple", 32),
+        ("live_multiple", 32),
+        ("live_parallel", 4),
+        ("live_parallel_multiple", 4),
     ):
         yield from _calls(wheels, name, most, asked_before)
 
@@ -491,7 +491,7 @@ def _calls(wheels: Path, name: str, most: int, asked_before: set[str]) -> Iterat
         text = json.dumps([messages, tools], ensure_ascii=False)
         asked = messages[-1]["content"]
         words = " ".join(re.findall(r"\w+", asked.lower()))
-        if len(text) > 1900 or len(asked) < 25 or not text.isascii() or words in asked_before:
+        if len(text) > 1500 or len(asked) < 25 or not text.isascii() or words in asked_before:
             continue
         if _PRIVATE.search(text) or _NOT_A_REQUEST.search(asked):
             continue

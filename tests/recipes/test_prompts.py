@@ -45,8 +45,8 @@ def seed(record):
 
 def test_there_is_enough_of_each_domain():
     train = Counter(record["domain"] for record in TRAIN)
-    assert train.total() >= 640
-    assert all(train[domain] >= 120 for domain in DOMAINS)
+    assert train.total() >= 600
+    assert all(train[domain] >= 60 for domain in DOMAINS)
     evaluation = Counter(record["domain"] for record in EVALUATION)
     assert all(evaluation[domain] >= 24 for domain in DOMAINS)
     assert sum(path.stat().st_size for path in FOLDER.iterdir() if path.is_file()) < 1_500_000
