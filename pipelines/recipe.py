@@ -217,7 +217,8 @@ def dump_recipe(recipe: Recipe) -> str:
 def fingerprint(recipe: Recipe, stage: str) -> str:
     """What a stage's artefact depends on, as a hash: its own part and everything upstream.
 
-    Comfort (pool, ports, log intervals, where the run lies) is left out: it changes no row.
+    Comfort (pool, ports, log intervals, where the run and its sources lie) is left out: it changes
+    no row.
     """
     parts = _dependencies(json.loads(recipe.model_dump_json()))
     chain = {key: parts[key] for key in _UPSTREAM[stage]}
@@ -238,8 +239,12 @@ def _dependencies(recipe: dict[str, Any]) -> dict[str, Any]:
     train = dict(recipe["train"])
     for comfort in ("checkpoint_every_steps", "checkpoints_kept", "log_every_steps"):
         del train[comfort]
+    target = {**recipe["target"], "path": Path(recipe["target"]["path"]).name}
+    prompts = dict(recipe["prompts"])
+    for kind in ("train", "evaluation"):
+        prompts[kind] = [{**one, "path": Path(one["path"]).name} for one in prompts[kind]]
     return {
-        "prepare": [recipe["target"], recipe["prompts"]],
+        "prepare": [target, prompts],
         "generate": [recipe["generate"]["sampling"], recipe["generate"]["gates"]],
         "capture": [],
         "train": [recipe["draft"], train],

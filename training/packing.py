@@ -52,6 +52,7 @@ def steps_per_epoch(samples: int, batch_samples: int) -> int:
 def plan_epoch(
     sample_ids: Sequence[str],
     lengths: Sequence[int],
+    costs: Sequence[int],
     *,
     seed: int,
     epoch: int,
@@ -62,26 +63,30 @@ def plan_epoch(
     """Every optimiser step of one epoch. Indices are positions in `sample_ids`.
 
     Each step holds the next `batch_samples` of the epoch's order (the last step what is left),
-    dealt out to the ranks by tokens. All ranks get the same number of micro-batches, some maybe
+    dealt out to the ranks by cost. All ranks get the same number of micro-batches, some maybe
     empty: a rank that skipped one would leave the others waiting in a collective.
     """
     order = sorted(range(len(sample_ids)), key=lambda i: _uniform(seed, epoch, sample_ids[i]))
     return [
-        deal(order[at : at + batch_samples], lengths, micro_batch_tokens, workers)
+        deal(order[at : at + batch_samples], lengths, costs, micro_batch_tokens, workers)
         for at in range(0, len(order), batch_samples)
     ]
 
 
 def deal(
-    rows: Sequence[int], lengths: Sequence[int], micro_batch_tokens: int, workers: int
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    costs: Sequence[int],
+    micro_batch_tokens: int,
+    workers: int,
 ) -> StepPlan:
-    """Share rows out over the ranks, longest first to the least loaded, and cut micro-batches."""
+    """Share rows out over the ranks, dearest first to the least loaded, and cut micro-batches."""
     shares: list[list[int]] = [[] for _ in range(workers)]
     loads = [0] * workers
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+    for row in sorted(rows, key=lambda row: (-costs[row], row)):
         rank = loads.index(min(loads))
         shares[rank].append(row)
-        loads[rank] += lengths[row]
+        loads[rank] += costs[row]
     cut = [_first_fit(share, lengths, micro_batch_tokens) for share in shares]
     most = max(len(batches) for batches in cut)
     return tuple(tuple(batches + [()] * (most - len(batches))) for batches in cut)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from training.config import DraftConfig, TrainConfig
 from training.features import FeatureRow, FeatureStore
 from training.packing import (
@@ -31,6 +33,11 @@ class PlannedRows:
         self.store, self.split = store, split_rows(store.sample_ids, config.heldout_share)
         self._draft, self._config, self._rank, self._world = draft, config, rank, world
         self._lengths = [min(length, config.max_tokens_per_sample) for length in store.lengths]
+        # A step of a row that may teach costs about five times the keys and values of a token.
+        self._costs = [
+            length + 5 * config.ttt_steps * loss_tokens
+            for length, loss_tokens in zip(self._lengths, store.loss_tokens, strict=True)
+        ]
         self.steps_per_epoch = steps_per_epoch(len(self.split.train), config.batch_samples)
         self.total_steps = self.steps_per_epoch * config.epochs
         self._epoch: tuple[int, list[StepPlan]] | None = None
@@ -45,7 +52,13 @@ class PlannedRows:
 
     def heldout(self) -> Iterable[PackedBatch]:
         """This rank's share of the held-out rows, the same number of micro-batches on each rank."""
-        plan = deal(self.split.heldout, self._lengths, self._config.micro_batch_tokens, self._world)
+        plan = deal(
+            self.split.heldout,
+            self._lengths,
+            self._costs,
+            self._config.micro_batch_tokens,
+            self._world,
+        )
         return (self._pack(rows) for rows in plan[self._rank])
 
     def volume(self) -> dict[str, int]:
@@ -66,6 +79,7 @@ class PlannedRows:
         return plan_epoch(
             [self.store.sample_ids[row] for row in self.split.train],
             [self._lengths[row] for row in self.split.train],
+            [self._costs[row] for row in self.split.train],
             seed=self._config.seed,
             epoch=epoch,
             batch_samples=self._config.batch_samples,
@@ -129,6 +143,9 @@ class ReadAhead:
                 continue
 
     def _run(self) -> None:
+        # A second thread with an OpenMP team of its own makes more threads than cores: libgomp then
+        # stops spinning everywhere, and the training thread loses a third of its speed waking up.
+        torch.set_num_threads(1)
         try:
             for step in self._steps:
                 item = (step, self._read(step))

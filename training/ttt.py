@@ -133,7 +133,10 @@ class _SoftCrossEntropy(torch.autograd.Function):
             log_q = logits.log_softmax(-1, dtype=wide)
             losses[piece] = -torch.linalg.vecdot(teacher, log_q)
             if grad_weight is not None:
-                grad = log_q.exp_().sub_(teacher).mul_(weights[piece, None]).to(states.dtype)
+                # Not log_q.exp(): MKL's exp is slow where it underflows, as most of a sharp
+                # distribution does; the softmax kernel is not.
+                q = logits.softmax(-1, dtype=wide)
+                grad = q.sub_(teacher).mul_(weights[piece, None]).to(states.dtype)
                 grad_states[piece] = grad @ weight
                 grad_weight += grad.T @ part
         if grad_weight is not None:

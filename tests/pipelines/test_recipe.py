@@ -89,6 +89,7 @@ def test_two_sets_of_one_name_are_refused():
     ("override", "changed"),
     [
         ("run_folder=/elsewhere", set()),
+        ("target.path=/elsewhere/smollm2-135m-instruct", set()),
         ("generate.pool.attempts=9", set()),
         ("train.log_every_steps=3", set()),
         ("generate.servers.threads_per_server=1", set()),

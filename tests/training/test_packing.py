@@ -47,7 +47,7 @@ def plan(**changes):
         "workers": 1,
     }
     lengths = [1 + number * 37 % 90 for number in range(len(IDS))]
-    return plan_epoch(IDS, lengths, **(settings_ | changes))
+    return plan_epoch(IDS, lengths, lengths, **(settings_ | changes))
 
 
 def rows_of(step) -> set[int]:
@@ -78,8 +78,8 @@ def test_the_order_changes_with_epoch_and_seed_and_with_nothing_else():
     assert order != [rows_of(step) for step in plan(seed=2)]
 
 
-def test_rows_are_dealt_out_by_tokens():
-    (first,), (second,) = deal([0, 1, 2, 3], [90, 30, 30, 30], 100, 2)
+def test_rows_are_dealt_out_by_cost():
+    (first,), (second,) = deal([0, 1, 2, 3], [20, 30, 30, 30], [90, 30, 30, 30], 100, 2)
     assert {first, second} == {(0,), (1, 2, 3)}
 
 
