@@ -341,7 +341,9 @@ class CaptureSession:
             aux_layer_ids=self._layer_ids,
             tolerance=tolerance,
         )
-        logger.info("capture: layers proved, states within %.2g of transformers'", error)
+        logger.info(
+            "capture: layers proved, states differ by %.2g%% from transformers'", 100 * error
+        )
         return {**facts, "layers_proved": True, "layer_error": error}
 
 

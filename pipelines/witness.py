@@ -25,7 +25,9 @@ class Witness:
 
     def __init__(self, target: Target, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as transformers_logging
 
+        transformers_logging.disable_progress_bar()
         self._model = AutoModelForCausalLM.from_pretrained(
             target.path, dtype=dtype, trust_remote_code=target.trust_remote_code
         ).eval()
