@@ -343,8 +343,6 @@ class CaptureSession:
         )
         shown = f"{error:.2%}"
         logger.info("capture: layers proved, states differ by %s from transformers'", shown)
-            "capture: layers proved, states differ by %.2g%% from transformers'", 100 * error
-        )
         return {**facts, "layers_proved": True, "layer_error": error}
 
 
