@@ -58,7 +58,7 @@ def test_a_missing_source_file(recipe):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ('{"messages": [{"role": "user", ', "JSON"),
+        ('{"messages": [{"role": "user", ', "malformed_json"),
         ('{"messages": [{"role": "wizard", "content": "hi"}]}', "wizard"),
         (json.dumps({"messages": [{"role": "user", "content": "long " * 400}]}), "prompt_too_long"),
         ('{"messages": []}', "messages"),
