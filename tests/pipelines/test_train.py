@@ -41,7 +41,9 @@ def test_features_become_weights_vocabulary_metrics_and_a_summary(
     recipe, run, log = make(tmp_path, tiny_target)
     with caplog.at_level(logging.INFO):
         summary = train(recipe, run, log)
-    assert summary == json.loads((run.training / "summary.json").read_text())
+    written = json.loads((run.training / "summary.json").read_text())
+    assert summary == {"headline": summary["headline"], **written}
+    assert f"{written['steps']} steps" in summary["headline"]
     weights = load_file(run.training / "weights.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
     vocab = draft_vocab.load(run.draft_vocab)
@@ -60,7 +62,13 @@ def launches(monkeypatch: pytest.MonkeyPatch, effect=None) -> list:
 
     def launch(job):
         seen.append(job)
-        (Path(job.output) / "summary.json").write_text('{"steps": 1, "seconds": 0.0}')
+        summary = {
+            "steps": 1,
+            "seconds": 0.0,
+            "rows_trained": 8,
+            "heldout": {"overall": {"acceptance_length": None}},
+        }
+        (Path(job.output) / "summary.json").write_text(json.dumps(summary))
         if effect:
             effect(job)
 
