@@ -100,7 +100,8 @@ def save(vocab: DraftVocab, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     tensors = {"d2t": vocab.d2t, "t2d": vocab.t2d, "counts": vocab.counts}
-    metadata = {"fingerprint": vocab.fingerprint, "coverage": f"{vocab.coverage:.6f}"}
+    # One key: safetensors writes several in an order that differs from process to process.
+    metadata = {"fingerprint": vocab.fingerprint}
     try:
         save_file(tensors, temporary, metadata=metadata)
         temporary.replace(path)

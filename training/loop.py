@@ -255,7 +255,8 @@ class _Run:
         weights = averaged or self.engine.weights()
         if self.rank != 0:
             return
-        about = {"step": str(self.step), "averaged": str(bool(averaged)).lower()}
+        # One key: safetensors writes several in an order that differs from process to process.
+        about = {"made": json.dumps({"step": self.step, "averaged": bool(averaged)})}
         temporary = self.output / f".weights.{os.getpid()}.tmp"
         save_file(weights, temporary, metadata=about)
         temporary.replace(self.output / "weights.safetensors")

@@ -150,6 +150,12 @@ PATHS = [
 ]
 
 
+def _has(holder, key) -> bool:
+    if isinstance(key, int):
+        return isinstance(holder, list) and key < len(holder)
+    return isinstance(holder, dict) and key in holder
+
+
 @settings(max_examples=400, deadline=None)
 @given(changes=st.lists(st.tuples(st.sampled_from(PATHS), JSON), min_size=1, max_size=3))
 def test_a_changed_reply_never_crashes_and_never_passes_with_a_wrong_fact(changes):
@@ -158,9 +164,8 @@ def test_a_changed_reply_never_crashes_and_never_passes_with_a_wrong_fact(change
         *parents, leaf = path
         holder = reply
         for one in parents:
-            fits = isinstance(holder, list if isinstance(one, int) else dict)
-            holder = holder[one] if fits and one in holder else None
-        if isinstance(holder, dict) or (isinstance(holder, list) and len(holder) > 2):
+            holder = holder[one] if _has(holder, one) else None
+        if isinstance(holder, dict) or _has(holder, leaf):
             holder[leaf] = value
     try:
         completion = parse(reply)

@@ -18,7 +18,14 @@ from actors.config import Sampling
 from actors.pool import Completed, Failed
 from actors.protocol import Completion, Finish, sampling_params
 from pipelines.capture_plan import read_responses
-from pipelines.evaluate import Answer, Measured, read_prompts, summarise
+from pipelines.evaluate import (
+    Answer,
+    Measured,
+    Phase,
+    prompts_of,
+    read_prompts,
+    summarise,
+)
 from pipelines.prepare import prepare
 from pipelines.recipe import Recipe, dump_recipe, fingerprint, load_recipe
 from pipelines.response_row import RowMaker
@@ -266,18 +273,23 @@ def _export(recipe: Recipe, run: RunFolder, _events: EventLog) -> dict:
 def _evaluate(recipe: Recipe, run: RunFolder, _events: EventLog) -> dict:
     prompts, chooser = read_prompts(recipe, run), random.Random(5)
 
-    def measured(*histogram: int) -> Measured:
-        answers = (
-            Answer(ids, Counters((histogram[0] + at, *histogram[1:])) if histogram else None)
-            for at, ids in enumerate(outputs)
-        )
-        return Measured(tuple(answers), seconds=1.5)
+    def measured(phase: Phase, *histogram: int) -> Measured:
+        answers = {
+            one.sample_id: Answer(
+                outputs[one.sample_id],
+                Counters((histogram[0] + at, *histogram[1:])) if histogram else None,
+            )
+            for at, one in enumerate(prompts_of(phase, prompts))
+        }
+        return Measured(answers, seconds=1.5)
 
-    outputs = [tuple(chooser.choices(_LETTERS, k=one.max_new_tokens)) for one in prompts]
-    phases = {
-        "plain": measured(),
-        "trained": measured(4, 3, 3, 1),
-        "untrained": measured(20, 1, 0, 0),
+    outputs = {
+        one.sample_id: tuple(chooser.choices(_LETTERS, k=one.max_new_tokens)) for one in prompts
+    }
+    phases: dict[Phase, Measured] = {
+        "plain": measured("plain"),
+        "trained": measured("trained", 4, 3, 3, 1),
+        "untrained": measured("untrained", 20, 1, 0, 0),
     }
     result = summarise(recipe, run, prompts, phases, [])
     write_json(run.evaluation, result)
