@@ -525,7 +525,8 @@ def _progress(one: StageStatus) -> str:
         return "-"
     if one.total is None:
         return f"{one.done:,} {one.unit}"
-    return f"{one.done or 0:,}/{one.total:,} {one.unit}"
+    done = "?" if one.done is None else f"{one.done:,}"  # not known is not none
+    return f"{done}/{one.total:,} {one.unit}"
 
 
 def _speed(one: StageStatus) -> str:
