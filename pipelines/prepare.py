@@ -232,6 +232,8 @@ class _SetWork:
             "messages": dump_json(row.messages),
             "tools": dump_json(row.tools),
             "prompt_ids": prompt_ids,
+            "history": [],
+            "continuations": [],
             "source": row.source,
             "license": row.license,
         }

@@ -47,6 +47,8 @@ class TargetProfile(Strict):
     template_arguments: dict[str, Any]
     stop_token_ids: tuple[int, ...] = Field(min_length=1)
     reserved_ids: tuple[int, ...]  # ids that a sane response never holds
+    # What the template does with the reasoning of earlier answers when the conversation goes on.
+    history_reasoning: Literal["kept", "dropped"]
     aux_layer_ids: tuple[int, ...]  # "output of layer j", ascending
 
     @model_validator(mode="after")
@@ -79,6 +81,9 @@ class Prompts(Strict):
     evaluation: tuple[PromptSet, ...] = Field(min_length=1)
     context_tokens: PositiveInt  # prompt and response together
     min_response_tokens: PositiveInt  # a prompt that leaves less room than this is rejected
+    # Of a conversation with several user turns: answer the last one, with the set's own answers
+    # before it; or every one, with the target's own answers before it.
+    turns: Literal["last", "every"]
     # What happens to prompts that cannot be used: stop says which; reject keeps them aside, named.
     on_bad_prompt: Literal["stop", "reject"]
 
@@ -107,9 +112,13 @@ class Generate(Strict):
 
     servers: Servers
     sampling: Sampling
+    samples_per_prompt: PositiveInt  # each with a seed of its own
     gates: Gates
     pool: PoolConfig = PoolConfig()
     workers: PositiveInt = 1
+    # Where rows are kept: null is the run folder; or a folder or URI (s3://bucket/path) that every
+    # worker reaches.
+    store: str | None = None
 
 
 class Capture(Strict):
@@ -245,7 +254,9 @@ def _dependencies(recipe: dict[str, Any]) -> dict[str, Any]:
         prompts[kind] = [{**one, "path": Path(one["path"]).name} for one in prompts[kind]]
     return {
         "prepare": [target, prompts],
-        "generate": [recipe["generate"]["sampling"], recipe["generate"]["gates"]],
+        "generate": [
+            recipe["generate"][key] for key in ("sampling", "samples_per_prompt", "gates")
+        ],
         "capture": [],
         "train": [recipe["draft"], train],
         "evaluate": [

@@ -35,6 +35,9 @@ class RowMaker:
         """A row of `RESPONSE_SCHEMA`."""
         shared = {
             **{name: prompt[name] for name in ("sample_id", "dataset", "domain")},
+            "prompt_id": prompt["sample_id"],
+            "turn": 1,
+            "sample": 1,
             **{name: encodable(prompt[name]) for name in ("messages", "tools")},
             "prompt_ids": prompt["prompt_ids"],
             "params": json.dumps(dict(params), sort_keys=True),

@@ -8,8 +8,8 @@ from typing import Literal
 
 import pyarrow as pa
 
-PROMPT_SCHEMA_VERSION = "1"
-RESPONSE_SCHEMA_VERSION = "1"
+PROMPT_SCHEMA_VERSION = "2"
+RESPONSE_SCHEMA_VERSION = "2"
 
 Domain = Literal["chat", "math", "code", "tools", "multilingual", "other"]
 SegmentKind = Literal["reasoning", "marker", "content", "tool_call", "stop"]
@@ -29,7 +29,13 @@ PROMPT_SCHEMA = pa.schema(
         _field("domain", pa.string()),
         _field("messages", pa.string()),  # JSON list of {role, content, ...}
         _field("tools", pa.string()),  # JSON list; "[]" where there are none
-        _field("prompt_ids", _IDS),  # the template rendered and tokenised once
+        _field("prompt_ids", _IDS),  # the template rendered and tokenised once, up to turn 1
+        # For further user turns that are to be answered, one list each, empty lists where there are
+        # none. Turn k + 1 is asked with history[0] + answer 1 + history[1] + ... + answer k +
+        # continuations[k - 1], where an answer is without its stop id, and without its reasoning if
+        # the target's template drops that from history.
+        _field("history", pa.list_(pa.field("element", _IDS, nullable=False))),
+        _field("continuations", pa.list_(pa.field("element", _IDS, nullable=False))),
         _field("source", pa.string()),
         _field("license", pa.string()),
     ],
@@ -62,12 +68,15 @@ _SEGMENT = pa.struct(
 
 RESPONSE_SCHEMA = pa.schema(
     [
-        _field("sample_id", pa.string()),
-        _field("messages", pa.string()),  # JSON: the prompt's messages
+        _field("sample_id", pa.string()),  # `response_id` of the next three
+        _field("messages", pa.string()),  # JSON: the messages before this answer
         _field("reasoning", pa.string()),  # derived from output_ids, as are content and tool_calls
         _field("content", pa.string()),
         _field("finish_reason", pa.string()),  # stop | length; "" on a failed row
         _field("usage", _USAGE),  # all zero on a failed row, which has no reply
+        _field("prompt_id", pa.string()),  # the prompt's own sample id
+        _field("turn", pa.int32()),  # of the conversation, 1 is the first answer
+        _field("sample", pa.int32()),  # of samples_per_prompt, 1 is the first
         _field("dataset", pa.string()),
         _field("domain", pa.string()),
         _field("tools", pa.string()),
@@ -99,6 +108,12 @@ class Segment:
     kind: SegmentKind
     start: int
     end: int
+
+
+def response_id(prompt_id: str, turn: int, sample: int) -> str:
+    """The sample id of one response: the prompt's own for the first turn of the first sample."""
+    assert turn >= 1 and sample >= 1
+    return prompt_id if turn == sample == 1 else f"{prompt_id}.t{turn}.s{sample}"
 
 
 def response_loss_mask(prompt_tokens: int, output_tokens: int) -> list[bool]:

@@ -24,6 +24,7 @@ PROFILE = {
     "think_close_id": None,
     "template_arguments": {},
     "stop_token_ids": [2],
+    "history_reasoning": "kept",
     "reserved_ids": [0],
     "aux_layer_ids": [1, 2, 3],
 }

@@ -29,6 +29,7 @@ def maker(*, thinks=True):
             think_close_id=CLOSE if thinks else None,
             template_arguments={},
             stop_token_ids=(STOP,),
+            history_reasoning="kept",
             reserved_ids=(0,),
             aux_layer_ids=(1, 2, 3),
         ),

@@ -61,6 +61,7 @@ def profile(**changes):
         "think_close_id": None,
         "template_arguments": {},
         "stop_token_ids": (2,),
+        "history_reasoning": "kept",
         "reserved_ids": (0,),
         "aux_layer_ids": (1, 2, 3),
     }

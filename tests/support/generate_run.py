@@ -30,6 +30,8 @@ def prompt_row(number: int, set_name: str = "chat") -> dict[str, Any]:
         "messages": '[{"role": "user", "content": "hello"}]',
         "tools": "[]",
         "prompt_ids": [1, number, 5],
+        "history": [],
+        "continuations": [],
         "source": "made for the tests",
         "license": "Apache-2.0",
     }

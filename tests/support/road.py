@@ -87,6 +87,7 @@ def _recipe(folder: Path, target: Path) -> dict[str, Any]:
                 "template_arguments": {},
                 "stop_token_ids": [EOS_ID],
                 "reserved_ids": [],
+                "history_reasoning": "kept",
                 "aux_layer_ids": list(AUX_LAYER_IDS),
             },
         },
@@ -95,6 +96,7 @@ def _recipe(folder: Path, target: Path) -> dict[str, Any]:
             "evaluation": [{"name": "eval", "path": str(folder / "eval.jsonl"), "domain": "chat"}],
             "context_tokens": 256,
             "min_response_tokens": 16,
+            "turns": "last",
             "on_bad_prompt": "stop",
         },
         "generate": {
@@ -110,6 +112,7 @@ def _recipe(folder: Path, target: Path) -> dict[str, Any]:
                 "max_new_tokens": 32,
                 "seed": 1,
             },
+            "samples_per_prompt": 1,
             "gates": {
                 "finish_reasons": ["stop", "length"],
                 "min_content_tokens": 1,

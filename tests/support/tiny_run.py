@@ -51,6 +51,8 @@ def write_evaluation_prompts(run: RunFolder, domains: list[str], *, seed: int = 
             "messages": "[]",
             "tools": "[]",
             "prompt_ids": _ids(dice, 5, 30),
+            "history": [],
+            "continuations": [],
             "source": "made for the tests",
             "license": "Apache-2.0",
         }
@@ -81,6 +83,9 @@ def _response(sample_id: str, dice: random.Random) -> dict[str, Any]:
     counts = ("prompt_tokens", "completion_tokens", "reasoning_tokens", "cached_tokens")
     return row | {
         "sample_id": sample_id,
+        "prompt_id": sample_id,
+        "turn": 1,
+        "sample": 1,
         "dataset": "chat",
         "domain": "chat",
         "status": "ok",
