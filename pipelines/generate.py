@@ -24,8 +24,9 @@ from actors.launch import EngineOptions
 from actors.server import check_servers, running_servers
 from pipelines.errors import PreflightFailed, QualityStop, VerificationFailed
 from pipelines.generate_worker import GenerateWorker, WorkerPlan
-from pipelines.quality import RowReport, Stop, Window, judge_window
+from pipelines.quality import Stop, Window, judge_window
 from pipelines.recipe import Recipe
+from pipelines.row_report import RowReport
 from pipelines.segments import commit, committed_files, committed_ids, durable_reports
 from pipelines.store import RunFolder
 from pipelines.telemetry import EventLog, Progress

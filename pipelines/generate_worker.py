@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from actors.config import AttachedServers, EmbeddedServers, PoolConfig, Sampling
 from actors.errors import BadReply
 from actors.pool import Completed, Failed, Pool
 from actors.protocol import Completion, GenerateRequest, sampling_params
-from pipelines.quality import RowReport
 from pipelines.recipe import Gates, Recipe, Target
 from pipelines.response_row import RowMaker
-from pipelines.segments import SegmentWriter, durable_reports, report_of
+from pipelines.row_report import REPORT_SCHEMA, RowReport, report_of
+from pipelines.segments import SegmentWriter, durable_reports
 from pipelines.store import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class GenerateWorker:
         """Answer the rows of a batch. They are durable when this returns their reports."""
         answers = self._answer_all(batch.to_pylist())
         reports = asyncio.run_coroutine_threadsafe(answers, self._loop).result()
-        return pa.Table.from_pylist([asdict(one) for one in reports], schema=_REPORT_SCHEMA)
+        return pa.Table.from_pylist([asdict(one) for one in reports], schema=REPORT_SCHEMA)
 
     async def _answer_all(self, prompts: Sequence[Mapping[str, Any]]) -> list[RowReport]:
         reports = await asyncio.gather(*(self._answer(prompt) for prompt in prompts))
@@ -195,8 +195,3 @@ def row_seed(seed: int, sample_id: str) -> int:
     """The sampling seed of one row: 31 bits, a function of the recipe's seed and the row alone."""
     digest = hashlib.sha256(f"{seed}/{sample_id}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
-
-
-_REPORT_SCHEMA = pa.schema(
-    [(one.name, pa.string() if one.type is str else pa.int64()) for one in fields(RowReport)]
-)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from actors.protocol import Finish
 from pipelines.recipe import Gates
+from pipelines.row_report import RowReport
 from pipelines.split import Close, Split
 
 # A short answer is no loop ("4" is one token only): the token must come at least this often.
@@ -98,29 +99,6 @@ def _content(cut: Split, gates: Gates) -> tuple[str, str] | None:
     if content >= gates.min_content_tokens:
         return None
     return "empty_content", f"{content} tokens of content, at least {gates.min_content_tokens}"
-
-
-@dataclass(frozen=True)
-class RowReport:
-    """What the driver learns of one row that is durable."""
-
-    sample_id: str
-    dataset: str
-    status: str  # ok | rejected:<gate> | failed:<fault>
-    prompt_tokens: int
-    output_tokens: int
-    reasoning_tokens: int
-    finished_us: int  # microseconds since the epoch
-
-    @property
-    def is_ok(self) -> bool:
-        """Whether the row may be trained on."""
-        return self.status == "ok"
-
-    @property
-    def has_reply(self) -> bool:
-        """Whether a server answered at all."""
-        return not self.status.startswith("failed:")
 
 
 @dataclass(frozen=True)

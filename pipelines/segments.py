@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.errors import VerificationFailed
-from pipelines.quality import RowReport
+from pipelines.row_report import REPORT_COLUMNS, RowReport, report_of
 from pipelines.schema import RESPONSE_SCHEMA
 from pipelines.store import RunFolder, write_atomically, write_parquet
 
@@ -88,7 +88,7 @@ def durable_ids(run: RunFolder, set_name: str) -> set[str]:
 def durable_reports(run: RunFolder, set_name: str) -> list[RowReport]:
     """One report for each durable row: the version that a commit would choose."""
     best: dict[str, tuple[tuple[Any, ...], RowReport]] = {}
-    columns = [*_INDEX_COLUMNS, "dataset", "usage"]
+    columns = list(dict.fromkeys((*_INDEX_COLUMNS, *REPORT_COLUMNS)))
     for path in (*_segment_files(run, set_name), *committed_files(run, set_name)):
         for row in _read(path).select(columns).to_pylist():
             key = _preference(row)
@@ -106,20 +106,6 @@ def committed_ids(run: RunFolder, set_name: str) -> set[str]:
         for path in committed_files(run, set_name)
         for sample_id in _read(path)["sample_id"].to_pylist()
     }
-
-
-def report_of(row: Mapping[str, Any]) -> RowReport:
-    """The few figures of a response row that the driver needs."""
-    usage = row["usage"]
-    return RowReport(
-        sample_id=row["sample_id"],
-        dataset=row["dataset"],
-        status=row["status"],
-        prompt_tokens=usage["prompt_tokens"],
-        output_tokens=usage["completion_tokens"],
-        reasoning_tokens=usage["reasoning_tokens"],
-        finished_us=int(row["finished_at"].timestamp() * 1e6),
-    )
 
 
 def commit(

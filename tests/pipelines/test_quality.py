@@ -9,7 +9,6 @@ from pipelines.quality import (
     Accepted,
     Go,
     Rejected,
-    RowReport,
     Stop,
     Window,
     figures_of,
@@ -17,6 +16,7 @@ from pipelines.quality import (
     judge_window,
 )
 from pipelines.recipe import Gates
+from pipelines.row_report import RowReport
 from pipelines.split import Markers, split
 
 OPEN, CLOSE, STOP = 90, 91, 2
@@ -95,7 +95,9 @@ def test_a_second_marker_is_flagged():
 
 
 def report(status="ok", *, reasoning=3, tokens=10):
-    return RowReport("id", "set", status, 5, tokens, reasoning, 0)
+    return RowReport(
+        "id", "id", "set", status, 5, tokens, reasoning, 0, "http://s", "stop", True, 1, 70
+    )
 
 
 def test_a_window_stops_on_too_many_bad_rows_and_names_the_usual_one():

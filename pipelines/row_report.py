@@ -1,0 +1,104 @@
+"""What the driver learns of one durable response row: figures, never its text. Pure."""
+
+import hashlib
+import itertools
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pyarrow as pa
+
+# The columns of a response row that `report_of` reads.
+REPORT_COLUMNS = (
+    "sample_id",
+    "prompt_id",
+    "dataset",
+    "status",
+    "usage",
+    "segments",
+    "output_ids",
+    "server",
+    "finish_reason",
+    "latency_ms",
+    "finished_at",
+)
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """One durable row. Counts of a failed row are zero: it has no reply, see `has_reply`."""
+
+    sample_id: str
+    prompt_id: str
+    dataset: str
+    status: str  # ok | rejected:<gate> | failed:<fault>
+    prompt_tokens: int
+    output_tokens: int
+    reasoning_tokens: int
+    finished_us: int  # microseconds since the epoch
+    server: str  # "" where none was asked
+    finish_reason: str  # stop | length; "" on a failed row
+    closed: bool  # an end of the reasoning was seen: its marker, or a tool call after it
+    output_hash: int  # 64 bits of the output ids; 0 on a failed row
+    latency_ms: int
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the row may be trained on."""
+        return self.status == "ok"
+
+    @property
+    def has_reply(self) -> bool:
+        """Whether a server answered at all."""
+        return not self.status.startswith("failed:")
+
+
+REPORT_SCHEMA = pa.schema(
+    [
+        pa.field(
+            one.name,
+            {str: pa.string(), bool: pa.bool_(), int: pa.int64()}[one.type],  # type: ignore[index]
+            nullable=False,
+        )
+        for one in fields(RowReport)
+    ]
+)
+
+
+def report_of(row: Mapping[str, Any]) -> RowReport:
+    """The report of a response row; `row` needs `REPORT_COLUMNS` only."""
+    usage = row["usage"]
+    return RowReport(
+        sample_id=row["sample_id"],
+        prompt_id=row["prompt_id"],
+        dataset=row["dataset"],
+        status=row["status"],
+        prompt_tokens=usage["prompt_tokens"],
+        output_tokens=usage["completion_tokens"],
+        reasoning_tokens=usage["reasoning_tokens"],
+        finished_us=int(row["finished_at"].timestamp() * 1e6),
+        server=row["server"],
+        finish_reason=row["finish_reason"],
+        closed=_is_closed([one["kind"] for one in row["segments"]]),
+        output_hash=output_hash(row["output_ids"]),
+        latency_ms=row["latency_ms"],
+    )
+
+
+def output_hash(output_ids: Sequence[int]) -> int:
+    """A signed 64-bit hash of the ids, the same in every process; 0 of none."""
+    if not output_ids:
+        return 0
+    content = array("i", output_ids).tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+
+def _is_closed(kinds: list[str]) -> bool:
+    """Whether the last reasoning ends at a marker or a tool call; where there is none, whether an
+    answer follows a marker, which then closed empty thinking."""
+    if "reasoning" in kinds:
+        last = len(kinds) - 1 - kinds[::-1].index("reasoning")
+        return kinds[last + 1 : last + 2] in (["marker"], ["tool_call"])
+    pairs = itertools.pairwise(kinds)
+    return any(pair in (("marker", "content"), ("marker", "tool_call")) for pair in pairs)
