@@ -7,13 +7,14 @@ import shutil
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from pipelines.conversation import HistoryRule
 from pipelines.errors import BadRecipe, PreflightFailed
 from pipelines.recipe import PromptSet, Recipe
 from pipelines.schema import PROMPT_SCHEMA, REJECTED_PROMPT_SCHEMA
@@ -23,11 +24,13 @@ from pipelines.telemetry import EventLog
 from pipelines.template import (
     ChatTemplate,
     NotRendered,
+    Rendered,
     check_profile,
     load_tokenizer,
     read_target_config,
     text_config,
 )
+from pipelines.turns import Turns, asked, check_history_reasoning, history_rule, render_turns
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +56,7 @@ def prepare(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
     building = run.root / f".prompts.{os.getpid()}"
     _remove_leftovers(run)
     try:
-        template = ChatTemplate(tokenizer, recipe.target.profile)
-        sets = _build(recipe, template, building)
+        sets = _build(recipe, ChatTemplate(tokenizer, recipe.target.profile), building)
         _put_in_place(building, run)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -63,10 +65,13 @@ def prepare(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
     prompts = sum(one["prompts"] for one in sets.values())
     rejected = sum(sum(one["rejected"].values()) for one in sets.values())
     held_out = sum(sets[one.name]["prompts"] for one in recipe.prompts.evaluation)
+    turns = sum(one["turns"] for one in sets.values())
+    of_turns = f", {turns:,} turns" if turns > prompts else ""
     return {
-        "headline": f"{prompts:,} prompts ({held_out:,} held out), {rejected:,} rejected",
+        "headline": f"{prompts:,} prompts ({held_out:,} held out){of_turns}, {rejected:,} rejected",
         "rows": sum(one["rows"] for one in sets.values()),
         "prompts": prompts,
+        "turns": turns,
         "rejected": rejected,
         "prompt_tokens": sum(one["prompt_tokens"] for one in sets.values()),
         "sets": sets,
@@ -78,6 +83,8 @@ class _Tally:
     """What happened to one set's rows: rows = prompts + rejected."""
 
     rows: int = 0
+    turns: int = 0  # answers that the prompts want
+    cut_at_tool_turn: int = 0  # prompts whose conversation ends before a tool's result
     lengths: array = field(default_factory=lambda: array("l"))
     rejected: list[dict[str, Any]] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -88,8 +95,10 @@ class _Tally:
         return {
             "rows": self.rows,
             "prompts": len(lengths),
+            "turns": self.turns,
+            "cut_at_tool_turn": self.cut_at_tool_turn,
             "rejected": dict(sorted(self.reasons.items())),
-            "prompt_tokens": sum(lengths),
+            "prompt_tokens": sum(lengths),  # up to turn 1, as are the next
             "tokens_p50": lengths[len(lengths) // 2],
             "tokens_p90": lengths[len(lengths) * 9 // 10],
             "tokens_max": lengths[-1],
@@ -97,17 +106,22 @@ class _Tally:
 
 
 def _build(recipe: Recipe, template: ChatTemplate, folder: Path) -> dict[str, dict[str, Any]]:
+    check_history_reasoning(template, recipe.target.profile)
+    every = recipe.prompts.turns == "every"
+    rule = history_rule(template, recipe.target.profile) if every else None
     trained_on: dict[bytes, tuple[str, int]] = {}
     counts = {}
     for one in recipe.prompts.train:
-        work = _SetWork(recipe, template, one, folder)
+        work = _SetWork(recipe, template, one, folder, rule)
         for row in work.run():
-            trained_on.setdefault(_said(row), (one.path, row.line))
+            for said in _said_by_turn(row) if every else [_said(row)]:
+                trained_on.setdefault(said, (one.path, row.line))
         counts[one.name] = work.finish()
     for one in recipe.prompts.evaluation:
-        work = _SetWork(recipe, template, one, folder)
+        work = _SetWork(recipe, template, one, folder, None)
         for row in work.run():
-            if (said := _said(row)) in trained_on:
+            # Training conversations hold no answers of their set, so those cannot tell two apart.
+            if (said := _said(asked(row)[0] if every else row)) in trained_on:
                 path, line = trained_on[said]
                 raise BadRecipe(
                     f"the evaluation prompt {one.path}:{row.line} is also a training prompt, "
@@ -123,12 +137,20 @@ class _SetWork:
     """One set on its way from its source to its parts. Holds a sixteenth of it in memory, at most.
 
     Rows are spilled by the first hex digit of their id, so that each pile can be sorted alone.
+    With a `rule`, every user message of a conversation becomes a turn; without, the last one is
+    asked.
     """
 
     def __init__(
-        self, recipe: Recipe, template: ChatTemplate, one: PromptSet, building: Path
+        self,
+        recipe: Recipe,
+        template: ChatTemplate,
+        one: PromptSet,
+        building: Path,
+        rule: HistoryRule | None,
     ) -> None:
         self._prompts, self._template, self._set = recipe.prompts, template, one
+        self._rule = rule
         self._parts = building / one.name
         self._rejected = building / "_rejected" / f"{one.name}.parquet"
         self._spill = building / f".spill-{one.name}"
@@ -173,44 +195,57 @@ class _SetWork:
         return counts
 
     def _work(self, batch: list[SourceRow | BadRow]) -> Iterator[SourceRow]:
-        texts: list[tuple[SourceRow, str]] = []
+        new: list[SourceRow] = []
+        cut: set[int] = set()  # lines
         for row in batch:
             if isinstance(row, BadRow):
                 self._reject(row)
-            elif (text := self._text(row)) is not None:
-                texts.append((row, text))
+                continue
+            wanted, at_tool = (row, False) if self._rule is None else asked(row)
+            if self._is_new(wanted):
+                new.append(wanted)
+                cut |= {row.line} if at_tool else set()
         done: dict[str, list[dict[str, Any]]] = {}
-        rendered = self._template.tokenise([text for _, text in texts])
-        for (row, _), prompt in zip(texts, rendered, strict=True):
-            if isinstance(prompt, NotRendered):
-                self._reject(BadRow(row.file, row.line, prompt.reason, prompt.detail))
-            elif self._fits(row, len(prompt.prompt_ids)):
+        for row, turns in zip(new, self._render(new), strict=True):
+            if isinstance(turns, NotRendered):
+                self._reject(BadRow(row.file, row.line, turns.reason, turns.detail))
+            elif self._fits(row, len(turns.prompt_ids)):
                 digest = row.content_sha256
-                done.setdefault(digest[0], []).append(self._record(row, prompt.prompt_ids, digest))
-                self._tally.lengths.append(len(prompt.prompt_ids))
+                done.setdefault(digest[0], []).append(self._record(row, turns, digest))
+                self._tally.lengths.append(len(turns.prompt_ids))
+                self._tally.turns += 1 + len(turns.continuations)
+                self._tally.cut_at_tool_turn += row.line in cut
                 yield row
         for digit, records in done.items():
             self._writer(digit).write_table(pa.Table.from_pylist(records, PROMPT_SCHEMA))
 
-    def _text(self, row: SourceRow) -> str | None:
+    def _render(self, rows: list[SourceRow]) -> list[Turns | NotRendered]:
+        """Texts first, then all of them tokenised together; several turns have proofs of theirs."""
+        if self._rule is not None:
+            rule = self._rule
+            return [render_turns(self._template, rule, one.messages, one.tools) for one in rows]
+        texts = [self._template.render_text(one.messages, one.tools) for one in rows]
+        whole = iter(self._template.tokenise([one for one in texts if isinstance(one, str)]))
+        rendered = [next(whole) if isinstance(one, str) else one for one in texts]
+        return [
+            Turns(one.prompt_ids, [], []) if isinstance(one, Rendered) else one for one in rendered
+        ]
+
+    def _is_new(self, row: SourceRow) -> bool:
         digest = row.content_sha256
         first, line = self._seen.setdefault(digest[:_ID_DIGITS], (digest, row.line))
-        if line != row.line:
-            same = first == digest
-            self._reject(
-                BadRow(
-                    row.file,
-                    row.line,
-                    "duplicate" if same else "id_collision",
-                    f"the same {'prompt' if same else 'id'} as line {line}",
-                )
+        if line == row.line:
+            return True
+        same = first == digest
+        self._reject(
+            BadRow(
+                row.file,
+                row.line,
+                "duplicate" if same else "id_collision",
+                f"the same {'prompt' if same else 'id'} as line {line}",
             )
-            return None
-        text = self._template.render_text(row.messages, row.tools)
-        if isinstance(text, NotRendered):
-            self._reject(BadRow(row.file, row.line, text.reason, text.detail))
-            return None
-        return text
+        )
+        return False
 
     def _fits(self, row: SourceRow, tokens: int) -> bool:
         prompts = self._prompts
@@ -224,16 +259,16 @@ class _SetWork:
         self._reject(BadRow(row.file, row.line, "prompt_too_long", detail))
         return False
 
-    def _record(self, row: SourceRow, prompt_ids: list[int], digest: str) -> dict[str, Any]:
+    def _record(self, row: SourceRow, turns: Turns, digest: str) -> dict[str, Any]:
         return {
             "sample_id": f"{self._set.name}-{digest[:_ID_DIGITS]}",
             "dataset": self._set.name,
             "domain": self._set.domain,
             "messages": dump_json(row.messages),
             "tools": dump_json(row.tools),
-            "prompt_ids": prompt_ids,
-            "history": [],
-            "continuations": [],
+            "prompt_ids": turns.prompt_ids,
+            "history": turns.history,
+            "continuations": turns.continuations,
             "source": row.source,
             "license": row.license,
         }
@@ -293,6 +328,13 @@ def _said(row: SourceRow) -> bytes:
     """What a prompt says, whatever its case, spacing and tools: two that say it are one."""
     turns = [f"{one['role']}:{' '.join(one['content'].casefold().split())}" for one in row.messages]
     return hashlib.sha256("\n".join(turns).encode()).digest()
+
+
+def _said_by_turn(row: SourceRow) -> Iterator[bytes]:
+    """What each turn of a conversation says, its own answers aside."""
+    for end, message in enumerate(row.messages, start=1):
+        if message["role"] == "user":
+            yield _said(replace(row, messages=row.messages[:end]))
 
 
 def _check_context(recipe: Recipe, longest: int) -> None:

@@ -81,8 +81,9 @@ class Prompts(Strict):
     evaluation: tuple[PromptSet, ...] = Field(min_length=1)
     context_tokens: PositiveInt  # prompt and response together
     min_response_tokens: PositiveInt  # a prompt that leaves less room than this is rejected
-    # Of a conversation with several user turns: answer the last one, with the set's own answers
-    # before it; or every one, with the target's own answers before it.
+    # Of a conversation with several user messages: answer the last one, with the set's own answers
+    # before it; or every one, with the target's own answers before it. Held-out sets are always
+    # asked their last one.
     turns: Literal["last", "every"]
     # What happens to prompts that cannot be used: stop says which; reject keeps them aside, named.
     on_bad_prompt: Literal["stop", "reject"]

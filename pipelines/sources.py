@@ -36,6 +36,7 @@ Reason = Literal[
     "content_lost",
     "double_bos",
     "round_trip",
+    "turns_not_separable",
     "prompt_too_long",
     "duplicate",
     "id_collision",

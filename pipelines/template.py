@@ -129,8 +129,10 @@ class ChatTemplate:
     """A target's chat template with its tokenizer, as a profile says to use them."""
 
     def __init__(self, tokenizer: Tokenizer, profile: TargetProfile) -> None:
-        self._tokenizer, self._profile = tokenizer, profile
+        self.tokenizer, self._profile = tokenizer, profile
         self._special_tokens = tuple(special_tokens(tokenizer))
+        # Found in a text before anything else is tokenised: nothing grows into them.
+        self.own_tokens = frozenset(tokenizer.added_tokens_decoder)
         self._takes_mapping = _takes_mapping(tokenizer)
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> Rendered | NotRendered:
@@ -151,7 +153,7 @@ class ChatTemplate:
                 )
         try:
             text = self.apply(messages, tools)
-        except _TEMPLATE_ERRORS as error:
+        except TEMPLATE_ERRORS as error:
             return NotRendered("template_error", f"{type(error).__name__}: {error}")
         lost = _lost(messages, tools, text)
         return text if lost is None else NotRendered("content_lost", lost)
@@ -163,12 +165,12 @@ class ChatTemplate:
         """
         if not texts:
             return []
-        batch = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        decoded = self._tokenizer.batch_decode(
+        batch = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        decoded = self.tokenizer.batch_decode(
             batch, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return [
-            _checked(self._tokenizer, text, list(ids), back)
+            _checked(self.tokenizer, text, list(ids), back)
             for text, ids, back in zip(texts, batch, decoded, strict=True)
         ]
 
@@ -186,7 +188,7 @@ class ChatTemplate:
             # Some templates iterate over a call's arguments, others paste them as a JSON string.
             as_is = dict if self._takes_mapping else _arguments_as_string
             conversation, declarations = [as_is(one) for one in messages], list(tools) or None
-        text: str = self._tokenizer.apply_chat_template(
+        text: str = self.tokenizer.apply_chat_template(
             conversation,
             tools=declarations,
             tokenize=False,
@@ -242,7 +244,7 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 # Rendering
 
 # What a template can raise: its own refusals, and Python's errors on shapes it did not foresee.
-_TEMPLATE_ERRORS = (
+TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
     ValueError,
@@ -295,7 +297,7 @@ def _call_in_words(message: Json) -> Json:
 def _takes_mapping(tokenizer: Tokenizer) -> bool:
     try:
         text = tokenizer.apply_chat_template(_probe_call(), tokenize=False)
-    except _TEMPLATE_ERRORS:
+    except TEMPLATE_ERRORS:
         return False
     return "'eyas_probe'" not in text  # Python's own quotes: the mapping was pasted, not written
 
@@ -474,7 +476,7 @@ def _check_end_of_turn(
     turn = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": answer}]
     try:
         text = template.apply(turn, (), add_generation_prompt=False)
-    except _TEMPLATE_ERRORS as error:
+    except TEMPLATE_ERRORS as error:
         raise PreflightFailed(
             f"the target's template fails on a question with its answer: {error}",
             expected="a conversation rendered",
@@ -497,7 +499,7 @@ def _check_tools_branch(template: ChatTemplate) -> None:
     try:
         without = template.apply(question, ())
         with_tools = template.apply(question, (_PROBE_TOOL,))
-    except _TEMPLATE_ERRORS as error:
+    except TEMPLATE_ERRORS as error:
         raise _wrong_profile(
             "tools", f"'template', which fails on a tool: {error}", "a template that takes tools"
         ) from error

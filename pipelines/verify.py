@@ -166,13 +166,26 @@ def _closed(check: Check, breaks: Breaks) -> Check:
 def _rendering(evidence: Evidence) -> str:
     """See `row_proofs.rendering`; the renderer is the one that prepare uses."""
     from pipelines.template import ChatTemplate, NotRendered
+    from pipelines.turns import Turns, history_rule, render_turns
 
-    template = ChatTemplate(evidence.tokenizer, evidence.recipe.target.profile)
+    profile = evidence.recipe.target.profile
+    template = ChatTemplate(evidence.tokenizer, profile)
+    every = evidence.recipe.prompts.turns == "every"
+    rule = history_rule(template, profile) if every else None
 
     def again(row: Mapping[str, Any]) -> list[int]:
-        rendered = template.render(json.loads(row["messages"]), json.loads(row["tools"]))
+        said = json.loads(row["messages"]), json.loads(row["tools"])
+        rendered = (
+            template.render(*said)
+            if rule is None or not row["continuations"]
+            else render_turns(template, rule, *said)
+        )
         if isinstance(rendered, NotRendered):
             raise Broken(f"{row['sample_id']}: not rendered again: {rendered.reason}")
+        if isinstance(rendered, Turns) and (
+            [rendered.history, rendered.continuations] != [row["history"], row["continuations"]]
+        ):
+            raise Broken(f"{row['sample_id']}: its later turns, rendered again, have other ids")
         return rendered.prompt_ids
 
     return row_proofs.rendering(evidence, again)

@@ -141,6 +141,8 @@ def test_the_counts_add_up_and_quantiles_are_of_the_prompts(bench):
     assert birds == {
         "rows": 5,
         "prompts": 3,
+        "turns": 3,
+        "cut_at_tool_turn": 0,
         "rejected": {"bad_messages": 1, "duplicate": 1},
         "prompt_tokens": sum(lengths),
         "tokens_p50": lengths[1],

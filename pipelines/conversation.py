@@ -1,0 +1,177 @@
+"""A conversation in the target's own words: what its next turn is asked with. Ids only; pure.
+
+The texts around the answers were rendered, tokenised and proved by `pipelines.turns`.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipelines.schema import response_id
+from pipelines.sources import dump_json
+
+Decode = Callable[[Sequence[int]], str]  # ids to text, special tokens shown
+
+EARLIER_TURN = "earlier_turn"
+HISTORY_NOT_EXACT = "history_not_exact"
+
+
+@dataclass(frozen=True)
+class HistoryRule:
+    """What a target's template makes of an earlier answer; `turns.history_rule` finds it."""
+
+    reasoning: Literal["kept", "dropped"]
+    # An earlier answer's message carries `reasoning_content`, and the template writes it.
+    writes_reasoning: bool
+    # Characters that the template takes off an answer: off its start, off its start where
+    # reasoning that is dropped came before it, off its end.
+    off_start: str
+    off_start_after_reasoning: str
+    off_end: str
+    think_ids: frozenset[int]  # markers; dropped reasoning must not leave one behind
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a later turn needs of an earlier response row."""
+
+    sample_id: str
+    status: str
+    finish_reason: str
+    output_ids: tuple[int, ...]
+    segments: tuple[tuple[str, int, int], ...]  # kind, start, end
+    reasoning: str
+    content: str
+    tool_calls: str  # JSON list
+
+    @staticmethod
+    def of(row: Mapping[str, Any]) -> "Answer":
+        """Take it from a row of `RESPONSE_SCHEMA`."""
+        segments = tuple((one["kind"], one["start"], one["end"]) for one in row["segments"])
+        texts = ("sample_id", "status", "finish_reason", "reasoning", "content", "tool_calls")
+        return Answer(
+            output_ids=tuple(row["output_ids"]),
+            segments=segments,
+            **{name: row[name] for name in texts},
+        )
+
+    def ids(self, wanted: Callable[[str], bool]) -> tuple[int, ...]:
+        """The output ids of the segments of the wanted kinds, in order."""
+        spans = ((start, end) for kind, start, end in self.segments if wanted(kind))
+        return tuple(token for start, end in spans for token in self.output_ids[start:end])
+
+
+@dataclass(frozen=True)
+class NotAsked:
+    """Why a turn cannot be asked; its row is `failed:<fault>`."""
+
+    fault: str
+    detail: str
+
+
+def turns_of(prompt: Mapping[str, Any]) -> int:
+    """How many answers a prompt row wants."""
+    return 1 + len(prompt["continuations"])
+
+
+def expected_ids(prompt: Mapping[str, Any], samples: int) -> list[str]:
+    """The ids of all responses to a prompt row: every sample of turn 1, then of turn 2, ..."""
+    return [
+        response_id(prompt["sample_id"], turn, sample)
+        for turn in range(1, turns_of(prompt) + 1)
+        for sample in range(1, samples + 1)
+    ]
+
+
+def next_prompt_ids(
+    prompt: Mapping[str, Any], answers: Sequence[Answer], rule: HistoryRule, decode: Decode
+) -> tuple[int, ...] | NotAsked:
+    """What turn `len(answers) + 1` is asked with, or why it is not asked.
+
+    `answers` are those of the same sample, from turn 1 on. A turn needs every earlier one to be
+    ok and whole: not rejected, not failed, not cut by length.
+    """
+    if not answers:
+        return tuple(prompt["prompt_ids"])
+    assert len(answers) < turns_of(prompt)
+    ids: list[int] = []
+    for turn, answer in enumerate(answers, start=1):
+        if answer.status != "ok" or answer.finish_reason != "stop":
+            how = answer.status if answer.status != "ok" else "cut by length"
+            return NotAsked(EARLIER_TURN, f"turn {turn}, {answer.sample_id}, is {how}")
+        said = _in_history(answer, rule, decode)
+        if said is None:
+            detail = (
+                f"turn {turn}, {answer.sample_id}: the template would change this answer in a way "
+                "that no choice of its ids gives"
+            )
+            return NotAsked(HISTORY_NOT_EXACT, detail)
+        ids += [*prompt["history"][turn - 1], *said]
+    return (*ids, *prompt["continuations"][len(answers) - 1])
+
+
+def messages_before(
+    prompt: Mapping[str, Any], answers: Sequence[Answer], turn: int, rule: HistoryRule
+) -> str:
+    """The messages before the answer of a turn, as JSON, with the target's own earlier answers."""
+    if turns_of(prompt) == 1:
+        messages: str = prompt["messages"]
+        return messages
+    found: list[dict[str, Any]] = []
+    users = 0
+    for message in json.loads(prompt["messages"]):
+        found.append(message)
+        if message["role"] == "user":
+            users += 1
+            if users == turn:
+                return dump_json(found)
+            found.append(_message(answers[users - 1], rule))
+    raise AssertionError(f"{prompt['sample_id']} has {users} turns, turn {turn} was wanted")
+
+
+def _message(answer: Answer, rule: HistoryRule) -> dict[str, Any]:
+    calls = json.loads(answer.tool_calls)
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if rule.reasoning == "kept" and answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    elif rule.reasoning == "dropped":
+        start, end = _off(answer, rule)
+        message["content"] = answer.content.lstrip(start).rstrip("" if calls else end)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _in_history(answer: Answer, rule: HistoryRule, decode: Decode) -> tuple[int, ...] | None:
+    """An answer's ids as history holds them: a run of its own ids, without the stop id.
+
+    None where the template takes characters off that are only a part of a token, or would read a
+    left-over thinking marker as the end of the reasoning.
+    """
+    if rule.reasoning == "kept":
+        ids = answer.ids(lambda kind: kind != "stop")
+    else:
+        ids = answer.ids(lambda kind: kind in ("content", "tool_call"))
+        if rule.think_ids.intersection(ids):
+            return None
+    start, end = _off(answer, rule)
+    return _without(ids, start, end, decode) if start or end else ids
+
+
+def _off(answer: Answer, rule: HistoryRule) -> tuple[str, str]:
+    if rule.reasoning == "kept":
+        return "" if rule.writes_reasoning else rule.off_start, rule.off_end
+    reasoned = any(kind in ("reasoning", "marker") for kind, _, _ in answer.segments)
+    return rule.off_start_after_reasoning if reasoned else rule.off_start, rule.off_end
+
+
+def _without(ids: tuple[int, ...], start: str, end: str, decode: Decode) -> tuple[int, ...] | None:
+    """Drop whole tokens from both ends until the text is as the template would trim it."""
+    wanted = decode(ids).lstrip(start).rstrip(end)
+    first, last = 0, len(ids)
+    while start and first < last and not decode(ids[first : first + 1]).strip(start):
+        first += 1
+    while end and first < last and not decode(ids[last - 1 : last]).strip(end):
+        last -= 1
+    return ids[first:last] if decode(ids[first:last]) == wanted else None
