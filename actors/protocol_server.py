@@ -208,25 +208,23 @@ def generate_reply(
             "spec_verify_ct": speculation.verifications,
             "spec_correct_drafts_histogram": list(speculation.correct_drafts_histogram),
         }
-    reply: dict[str, Any] = {"text": text, "output_ids": list(output_ids), "meta_info": meta}
-    if request.echoes_prompt:
-        reply["prompt_token_ids"] = list(request.input_ids)
-    return reply
+    return _with_echo(request, {"text": text, "output_ids": list(output_ids), "meta_info": meta})
 
 
 def waiting_abort_reply(request: ServedRequest, finish: ServedFinish) -> dict[str, Any]:
-    """The 200 for a request that was taken back before it ran: SGLang leaves its counts out."""
+    """The 200 for a request that was taken back before it ran: SGLang counts no prompt there."""
     meta = {
         "id": request.rid,
         "finish_reason": dict(finish.reason),
         "weight_version": _WEIGHT_VERSION,
+        "completion_tokens": 0,
         "e2e_latency": 0.0,
     }
-    return {"text": "", "output_ids": [], "meta_info": meta}
+    return _with_echo(request, {"text": "", "output_ids": [], "meta_info": meta})
 
 
 def parse_abort(body: bytes) -> tuple[str, bool]:
-    """Read the body of `/abort_request`: a rid prefix, and whether everything is meant."""
+    """Read the body of `/abort_request`: a rid, and whether everything is meant."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -290,6 +288,7 @@ def server_info_body(
     draft_path: str | None,
     draft_steps: int,
     capture_layer_ids: Sequence[int],
+    random_seed: int,
 ) -> dict[str, Any]:
     """`/server_info`: the resolved options under SGLang's names."""
     drafts = draft_path is not None
@@ -302,6 +301,7 @@ def server_info_body(
         "skip_tokenizer_init": False,
         "dtype": dtype,
         "device": device,
+        "random_seed": random_seed,
         "context_length": context_length,
         "max_req_input_len": context_length - 1,
         "max_running_requests": max_running_requests,
@@ -420,6 +420,12 @@ class _Fields:
     def _value(self, key: str) -> Any:
         self.read.add(key)
         return self._holder.get(key)
+
+
+def _with_echo(request: ServedRequest, reply: dict[str, Any]) -> dict[str, Any]:
+    if request.echoes_prompt:
+        reply["prompt_token_ids"] = list(request.input_ids)
+    return reply
 
 
 def _served_rid(asked: Mapping[str, Any], limits: ServerLimits) -> str:

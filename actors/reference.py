@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
 import time
@@ -245,6 +246,8 @@ class _Server:
             allows_rid=can_name_a_file if options.capture_folder is not None else lambda _: True,
         )
         self._model_path = options.served_as or str(options.target)
+        # Nothing here draws from it: requests bring their own. It tells this process from the next.
+        self._random_seed = secrets.randbelow(2**30)
 
     def application(self) -> web.Application:
         """The routes."""
@@ -348,6 +351,7 @@ class _Server:
             draft_path=None if options.draft is None else str(options.draft),
             draft_steps=options.draft_steps,
             capture_layer_ids=options.capture_layer_ids,
+            random_seed=self._random_seed,
         )
         return web.json_response(body)
 
@@ -370,11 +374,13 @@ class _Server:
 
     async def _abort(self, http: web.Request) -> web.Response:
         try:
-            prefix, everything = parse_abort(await http.read())
+            rid, everything = parse_abort(await http.read())
         except RequestRefused as refused:
             return web.json_response(refused.body, status=refused.status)
-        # SGLang matches the beginning of a rid.
-        self._engine.abort(lambda one: everything or one.rid.startswith(prefix))
+        # As SGLang does it: a rid that is not live names nobody; one that is names every request
+        # whose rid it begins.
+        if everything or rid in self._live:
+            self._engine.abort(lambda one: everything or one.rid.startswith(rid))
         return web.Response(status=200)
 
     async def _flush(self, _: web.Request) -> web.Response:

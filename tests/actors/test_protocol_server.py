@@ -298,7 +298,7 @@ def test_loads_are_read_by_the_client_half():
     assert (load.running, load.waiting, load.used_tokens) == (2, 3, 64)
 
 
-def test_an_abort_names_a_prefix_or_everything():
+def test_an_abort_names_a_request_or_everything():
     assert parse_abort(b'{"rid": "s1"}') == ("s1", False)
     assert parse_abort(b'{"abort_all": true}') == ("", True)
     for body in (b"{}", b'{"rid": ""}', b'{"rid": 3}', b"nonsense"):
