@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install quickstart test lint fix target clean
+.PHONY: help install quickstart test conformance lint fix target clean
 
 help:  ## Show the targets.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -24,6 +24,10 @@ quickstart: target  ## From nothing to a trained, exported, measured draft.
 
 test: lint target  ## Lint, types, tests: what CI runs.
 	$(BIN)/python -m pytest
+
+conformance: target  ## Set the stock SGLang server up once, then ask it and the embedded engine the same.
+	$(BIN)/python -m tests.conformance.sglang_cpu.set_up
+	$(BIN)/python -m pytest tests/conformance -m conformance
 
 lint: $(INSTALLED)  ## Style, format and types.
 	$(BIN)/ruff check .
