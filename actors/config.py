@@ -54,10 +54,13 @@ class PoolConfig(BaseModel, frozen=True, extra="forbid", strict=True):
 
     max_in_flight_per_server: PositiveInt = 64
     attempts: PositiveInt = 5  # per row, over all servers
+    overload_attempts: PositiveInt = 200  # per row: "I am full" is no fault, but no answer either
     trip_after: PositiveInt = 5  # consecutive faults that blame a server, before it rests
     rest_seconds: PositiveFloat = 5.0
     backoff_seconds: PositiveFloat = 0.5  # before the second attempt; doubles, capped at 30 s
     connect_seconds: PositiveFloat = 10.0
+    # A request is lost when its server twice says that it does nothing, this long after it left.
+    hung_after_seconds: PositiveFloat = 20.0
     # The deadline of one attempt: base + max_new_tokens x per_token.
     deadline_base_seconds: PositiveFloat = 300.0
     deadline_per_token_seconds: PositiveFloat = 1.0

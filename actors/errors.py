@@ -25,15 +25,42 @@ class Unreachable(RequestFault):
 
 
 class Overloaded(RequestFault):
-    """The server is healthy and full (503, 429), or took the request back (abort)."""
+    """The server is healthy and full (503, 429), or took the request back (abort).
+
+    `retry_after_seconds` is how long the server asked to be left alone, if it said so.
+    """
 
     retry_helps, blames_server = True, False
+
+    def __init__(
+        self, fault: str, detail: str, *, retry_after_seconds: float | None = None
+    ) -> None:
+        super().__init__(fault, detail)
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the server said that it has too much to do. An abort says nothing about that."""
+        return self.fault in ("http_429", "http_503")
+
+    def __reduce__(self) -> tuple:
+        return (_rebuild_overloaded, (self.fault, self.detail, self.retry_after_seconds))
 
 
 class Refused(RequestFault):
     """The server understood and said no (400, prompt too long). Asking again changes nothing."""
 
     retry_helps, blames_server = False, False
+
+
+class Unserved(Refused):
+    """The server refuses whatever it is asked: no key (401, 403), or no such route (404).
+
+    Says nothing about the row, so another server is asked; when all of them say it, the run is
+    hopeless.
+    """
+
+    retry_helps, blames_server = True, True
 
 
 class BadReply(RequestFault):
@@ -57,6 +84,10 @@ class ServerUnfit(Exception):
 
     def __reduce__(self) -> tuple:  # keyword-only arguments do not survive the default pickling
         return (_rebuild_unfit, (self.seen, self.expected, self.change))
+
+
+def _rebuild_overloaded(fault: str, detail: str, retry_after_seconds: float | None) -> Overloaded:
+    return Overloaded(fault, detail, retry_after_seconds=retry_after_seconds)
 
 
 def _rebuild_unfit(seen: str, expected: str, change: str) -> ServerUnfit:

@@ -7,13 +7,16 @@ Source of the shapes: sglang 0.5.23, `managers/io_struct.py`, `managers/tokenize
 `entrypoints/http_server.py`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timezone
+from email.utils import parsedate_to_datetime
 from typing import Any, Literal
 
+import orjson
+
 from actors.config import Sampling
-from actors.errors import BadReply, Overloaded, Refused, RequestFault, Unreachable
+from actors.errors import BadReply, Overloaded, Refused, RequestFault, Unreachable, Unserved
 
 GENERATE = "/generate"
 HEALTH = "/health"
@@ -27,6 +30,14 @@ ABORT = "/abort_request"
 
 # SGLang turns a NaN into this "stop", status 200, with the bad id overwritten (schedule_batch.py).
 NAN_HAPPENED = "NaN happened"
+
+# The most that a reply may weigh. A token id has at most 7 digits; a token's text is at most a few
+# hundred bytes, written as JSON escapes. The first megabyte is for everything else.
+_REPLY_BYTES = 2**20
+_REPLY_BYTES_PER_PROMPT_TOKEN = 16
+_REPLY_BYTES_PER_OUTPUT_TOKEN = 512
+_LONGEST_RETRY_AFTER_SECONDS = 600.0
+_ONLY_INTS = {int}
 
 
 @dataclass(frozen=True)
@@ -42,18 +53,26 @@ class GenerateRequest:
         """The cap that was sent."""
         return int(self.sampling_params["max_new_tokens"])
 
+    @property
+    def max_reply_bytes(self) -> int:
+        """What a reply may weigh; more is no reply to this request."""
+        return (
+            _REPLY_BYTES
+            + _REPLY_BYTES_PER_PROMPT_TOKEN * len(self.input_ids)
+            + _REPLY_BYTES_PER_OUTPUT_TOKEN * self.max_new_tokens
+        )
+
     def body(self) -> bytes:
         """The JSON that goes over the wire."""
-        return json.dumps(
+        return orjson.dumps(
             {
                 "rid": self.rid,
-                "input_ids": list(self.input_ids),
+                "input_ids": self.input_ids,
                 "sampling_params": dict(self.sampling_params),
                 "stream": False,
                 "return_prompt_token_ids": True,
-            },
-            separators=(",", ":"),
-        ).encode()
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -94,6 +113,7 @@ class Completion:
     cached_tokens: int
     weight_version: str
     speculation: SpeculationCounters | None
+    retractions: int | None = None  # how often the scheduler took it out of its batch, if it says
 
 
 @dataclass(frozen=True)
@@ -122,11 +142,18 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class Load:
-    """What `/v1/loads` says of one server, over its data-parallel ranks."""
+    """What `/v1/loads` says of one server, summed over its data-parallel ranks.
+
+    The last four are None where a rank does not say them. `token_usage` is the fullest rank's.
+    """
 
     running: int
     waiting: int
     used_tokens: int
+    max_total_num_tokens: int | None = None
+    max_running_requests: int | None = None
+    token_usage: float | None = None  # share of the KV pool, 0 to 1
+    gen_throughput: float | None = None  # tokens per second
 
 
 def sampling_params(
@@ -163,7 +190,7 @@ def parse_completion(
     if status != 200:
         raise fault_of(status, body)
     reply = _json_object(body)
-    if "error" in reply:  # an error inside a 200
+    if "error" in reply:
         raise BadReply("error_in_200", _shorten(reply["error"]))
     meta = _field(reply, "meta_info", dict)
     rid = _field(meta, "id", str)
@@ -173,7 +200,7 @@ def parse_completion(
     output_ids = _ids(reply, "output_ids", vocab_size)
     if "prompt_token_ids" in reply:
         echoed = _ids(reply, "prompt_token_ids", vocab_size)
-        if echoed != request.input_ids:
+        if echoed != tuple(request.input_ids):
             raise BadReply("foreign_prompt", f"{len(echoed)} prompt ids came back, not ours")
     prompt_tokens = _count(meta, "prompt_tokens")
     if prompt_tokens != len(request.input_ids):
@@ -192,23 +219,61 @@ def parse_completion(
         cached_tokens=_count(meta, "cached_tokens"),
         weight_version=_field(meta, "weight_version", str),
         speculation=_speculation(meta),
+        retractions=_count(meta, "num_retractions") if "num_retractions" in meta else None,
     )
 
 
-def fault_of(status: int, body: bytes) -> RequestFault:
+def fault_of(status: int, body: bytes, *, retry_after_seconds: float | None = None) -> RequestFault:
     """Turn an HTTP status that is not 200 into its fault. Understands SGLang's error shapes."""
-    detail = f"HTTP {status}: {_error_message(body)}"
+    name, detail = f"http_{status}", f"HTTP {status}: {_error_message(body)}"
     match status:
-        case 408 | 504 | 502:
-            return Unreachable(f"http_{status}", detail)
         case 429 | 503:
-            return Overloaded(f"http_{status}", detail)
-        case 400 | 401 | 403 | 404 | 413 | 422:
-            return Refused(f"http_{status}", detail)
-        case _ if status >= 500:
-            return Unreachable(f"http_{status}", detail)
+            return Overloaded(name, detail, retry_after_seconds=retry_after_seconds)
+        case 401 | 403:
+            return Unserved(name, f"{detail} (the key is read from EYAS_API_KEY)")
+        case 404:
+            return Unserved(name, detail)
+        case 400 | 413 | 422:
+            return Refused(name, detail)
+        case _ if status == 408 or status >= 500:
+            return Unreachable(name, detail)
         case _:
-            return BadReply(f"http_{status}", detail)
+            return BadReply(name, detail)
+
+
+def http_date_seconds(text: str) -> float | None:
+    """An HTTP date in seconds since the epoch; None if it is no date."""
+    try:
+        date = parsedate_to_datetime(text)
+    except (TypeError, ValueError):
+        return None
+    # A date that says "-0000" comes without a zone; HTTP knows only UTC.
+    return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def retry_after_seconds(header: str, now: float) -> float | None:
+    """How long a Retry-After header, in seconds or as a date, asks to wait; at most 10 minutes.
+
+    `now` is in seconds since the epoch. None if the header says nothing that can be understood.
+    """
+    text = header.strip()
+    if text.isascii() and text.isdigit():
+        wait: float | None = float(text)
+    else:
+        until = http_date_seconds(text)
+        wait = None if until is None else max(0.0, until - now)
+    return None if wait is None else min(_LONGEST_RETRY_AFTER_SECONDS, wait)
+
+
+def identity_of(model: ModelInfo, server: ServerInfo) -> str:
+    """What distinguishes this process with this model from any other behind the same URL.
+
+    SGLang draws a `random_seed` at each start unless it is told one, so a restart shows. Where it
+    was told one, or does not say, a restart with the same model looks the same.
+    """
+    seed = server.raw.get("random_seed")
+    facts = (model.model_path, model.tokenizer_path, model.weight_version, server.version, seed)
+    return orjson.dumps(facts, default=str).decode()
 
 
 def parse_model_info(status: int, body: bytes) -> ModelInfo:
@@ -252,7 +317,21 @@ def parse_loads(status: int, body: bytes) -> Load:
         running=sum(_count(rank, "num_running_reqs") for rank in ranks),
         waiting=sum(_count(rank, "num_waiting_reqs") for rank in ranks),
         used_tokens=sum(_count(rank, "num_used_tokens") for rank in ranks),
+        max_total_num_tokens=_total(ranks, "max_total_num_tokens"),
+        max_running_requests=_total(ranks, "max_running_requests"),
+        token_usage=max(shares) if (shares := _measures(ranks, "token_usage")) else None,
+        gen_throughput=sum(rates) if (rates := _measures(ranks, "gen_throughput")) else None,
     )
+
+
+def _total(ranks: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    """A count over all ranks; None unless every rank says it."""
+    return sum(_count(one, key) for one in ranks) if all(key in one for one in ranks) else None
+
+
+def _measures(ranks: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """What every rank says; empty unless all do."""
+    return [_measure(one, key) for one in ranks] if all(key in one for one in ranks) else []
 
 
 def _finish(meta: Mapping[str, Any]) -> Finish:
@@ -310,8 +389,10 @@ def _speculation(meta: Mapping[str, Any]) -> SpeculationCounters | None:
 
 def _json_object(body: bytes) -> dict[str, Any]:
     try:
-        reply = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        # Stricter than the standard library's: no NaN, no lone surrogate, and an integer beyond
+        # 64 bits becomes a float, which no count and no id is.
+        reply = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
         raise BadReply("not_json", f"{error}: {_shorten(body[:200])}") from error
     if not isinstance(reply, dict):
         raise BadReply("not_an_object", _shorten(reply))
@@ -342,21 +423,33 @@ def _count(holder: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def _measure(holder: Mapping[str, Any], key: str) -> float:
+    value = _present(holder, key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise BadReply(f"type_{key}", f"expected a number of at least 0, got {_shorten(value)}")
+    return float(value)
+
+
 def _ids(reply: Mapping[str, Any], key: str, vocab_size: int) -> tuple[int, ...]:
     ids = _field(reply, key, list)
-    for token in ids:
-        if type(token) is not int:
-            raise BadReply(f"type_{key}", f"{_shorten(token)} is no token id")
-        if not 0 <= token < vocab_size:
-            raise BadReply("id_out_of_vocabulary", f"{token} of {vocab_size}")
+    if not ids:
+        return ()
+    # No loop over ids in Python: a reply has thousands.
+    if not set(map(type, ids)) <= _ONLY_INTS:
+        odd = next(token for token in ids if type(token) is not int)
+        raise BadReply(f"type_{key}", f"{_shorten(odd)} is no token id")
+    least, greatest = min(ids), max(ids)
+    if least < 0 or greatest >= vocab_size:
+        odd = least if least < 0 else greatest
+        raise BadReply("id_out_of_vocabulary", f"{odd} of {vocab_size}")
     return tuple(ids)
 
 
 def _error_message(body: bytes) -> str:
     """The message in any of SGLang's error shapes, or the start of whatever came instead."""
     try:
-        reply = json.loads(body)
-    except (ValueError, RecursionError):
+        reply = orjson.loads(body)
+    except orjson.JSONDecodeError:
         return _shorten(body.decode(errors="replace"))
     match reply:
         case {"error": {"message": str(message)}} | {"message": str(message)}:

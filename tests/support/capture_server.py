@@ -75,6 +75,29 @@ class CaptureServer:
             }
         )
 
+    async def model_info(self, _: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "model_path": "target",
+                "tokenizer_path": "target",
+                "weight_version": "default",
+                "reasoning_parser": None,
+                "preferred_sampling_params": None,
+            }
+        )
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "version": "0.5.23",
+                "context_length": None,
+                "max_total_num_tokens": None,
+                "max_running_requests": None,
+                "allow_auto_truncate": False,
+                "speculative_algorithm": None,
+            }
+        )
+
 
 @contextmanager
 def serving(server: CaptureServer) -> Iterator[str]:
@@ -86,6 +109,8 @@ def serving(server: CaptureServer) -> Iterator[str]:
     async def start() -> tuple[web.AppRunner, str]:
         app = web.Application(client_max_size=1 << 24)
         app.router.add_post("/generate", server.generate)
+        app.router.add_get("/model_info", server.model_info)
+        app.router.add_get("/server_info", server.server_info)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
