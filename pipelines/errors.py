@@ -30,6 +30,12 @@ class PreflightFailed(RunError):
     exit_code = 3
 
 
+class StorageFailed(RunError):
+    """Nothing more can be written: no room, no permission, or somebody else holds the store."""
+
+    exit_code = 3
+
+
 class QualityStop(RunError):
     """A quality gate saw data that must not be trained on."""
 

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +12,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
 from pipelines.errors import BadRecipe, PreflightFailed
+from pipelines.lease import hold_lease
+from pipelines.storage import Location, RemotePath, atomic_file, location_of
+from pipelines.storage import sha256_of as sha256_of
+from pipelines.storage import write_atomically as write_atomically
 
 STAGES = ("prepare", "generate", "capture", "train", "export", "evaluate")
 
@@ -24,6 +28,7 @@ class RunFolder:
     """The layout of one run. Holds no handle and no state: every process may make its own."""
 
     root: Path
+    store: str | None = None  # where responses are kept, if not here: a folder or a URI
 
     @property
     def recipe(self) -> Path:
@@ -46,19 +51,34 @@ class RunFolder:
         return self.root / "prompts"
 
     @property
-    def responses(self) -> Path:
+    def responses(self) -> Location:
         """`responses/<set>/*.parquet`, only rows with status ok."""
-        return self.root / "responses"
+        return self.root / "responses" if self.store is None else location_of(self.store)
 
     @property
-    def rejected_responses(self) -> Path:
+    def rejected_responses(self) -> Location:
         """`responses/_rejected/<set>/*.parquet`: rejected and failed rows with their reason."""
         return self.responses / "_rejected"
 
     @property
-    def segments(self) -> Path:
+    def segments(self) -> Location:
         """`responses/_segments/<set>/*.arrow`: rows made durable as they arrived."""
         return self.responses / "_segments"
+
+    @property
+    def origin(self) -> Location:
+        """Which prompts, sampling and gates the responses in a store were made with."""
+        return self.responses / "_origin.json"
+
+    @property
+    def lease(self) -> Location:
+        """Who writes to the store."""
+        return self.responses / "_lease.json"
+
+    @property
+    def lease_mark(self) -> Path:
+        """What this folder's last lease was called: the next run here may follow it at once."""
+        return self.root / ".lease"
 
     @property
     def features(self) -> Path:
@@ -119,9 +139,37 @@ class RunFolder:
                 change="set run_folder in the recipe to such a folder, or mend its permissions",
             ) from error
 
+    def name_of(self, location: Location) -> str:
+        """What the manifest calls a file of this run, wherever responses are kept."""
+        where = self.responses
+        if isinstance(where, RemotePath) and isinstance(location, RemotePath):
+            return f"responses/{location.key.removeprefix(where.key).lstrip('/')}"
+        assert isinstance(location, Path)
+        if isinstance(where, Path) and where in location.parents:
+            return str(Path("responses") / location.relative_to(where))
+        return str(location.relative_to(self.root))
+
+    def locate(self, name: str) -> Location:
+        """Where the file is that the manifest calls `name`."""
+        kind, _, rest = name.partition("/")
+        return self.responses / rest if kind == "responses" else self.root / name
+
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the folder for one writer. A second one is refused; a dead writer holds nothing."""
+        """Hold the folder, and the store, for one writer. A second one is refused.
+
+        A dead writer does not hold the folder. A store that it held from another folder is free
+        when its lease runs out, see `pipelines/lease.py`.
+        """
+        with self._lock_folder():
+            if self.store is None:
+                yield
+            else:
+                with hold_lease(self.lease, self.lease_mark):
+                    yield
+
+    @contextmanager
+    def _lock_folder(self) -> Iterator[None]:
         with (self.root / ".lock").open("a+") as handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,18 +188,14 @@ class RunFolder:
             yield
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` at `path` whole or not at all: temp file, fsync, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def open_run(root: Path) -> RunFolder:
+    """The run in a folder, with the store that its recipe names. What is no recipe names none."""
     try:
-        with temporary.open("wb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        recipe = yaml.safe_load((root / "recipe.yaml").read_text())
+        store = recipe["generate"]["store"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        store = None
+    return RunFolder(root, store if isinstance(store, str) else None)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -160,26 +204,10 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, text.encode() + b"\n")
 
 
-def write_parquet(path: Path, table: pa.Table) -> None:
+def write_parquet(path: Location, table: pa.Table) -> None:
     """Write a table atomically; the same table gives the same bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        pq.write_table(table, temporary, compression="zstd", row_group_size=4096)
-        with temporary.open("rb") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def sha256_of(path: Path) -> str:
-    """Checksum of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as handle:
-        while piece := handle.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+    with atomic_file(path) as handle:
+        pq.write_table(table, handle, compression="zstd", row_group_size=4096)
 
 
 def read_manifest(run: RunFolder) -> dict[str, Any]:
@@ -213,10 +241,7 @@ def record_stage(
         "seconds": round(seconds, 1),
         "counts": dict(counts),
         "files": {
-            str(path.relative_to(run.root)): {
-                "bytes": path.stat().st_size,
-                "sha256": sha256_of(path),
-            }
+            run.name_of(path): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
             for path in stage_files(run, stage)
         },
     }
@@ -231,13 +256,13 @@ def forget_stages(run: RunFolder, stages: Sequence[str]) -> None:
         write_json(run.manifest, {**manifest, "stages": kept})
 
 
-def stage_files(run: RunFolder, stage: str) -> list[Path]:
+def stage_files(run: RunFolder, stage: str) -> list[Location]:
     """The committed files of a stage, sorted: what its manifest entry covers."""
     match stage:
         case "prepare":
             roots = [run.prompts]
         case "generate":
-            roots = [run.responses]
+            return _response_files(run)
         case "capture":
             roots = [run.features]
         case "train":
@@ -248,12 +273,22 @@ def stage_files(run: RunFolder, stage: str) -> list[Path]:
             roots = [run.evaluation]
         case _:
             raise AssertionError(stage)
-    files = [
+    return [
         path
         for root in roots
         for path in ([root] if root.is_file() else sorted(root.rglob("*")))
-        if path.is_file()
-        and not path.name.startswith(".")
-        and run.segments not in path.parents  # not committed: rows on their way to a commit
+        if path.is_file() and not path.name.startswith(".")
     ]
-    return files
+
+
+def _response_files(run: RunFolder) -> list[Location]:
+    """Without segments, which are rows on their way to a commit, and a store's own notes."""
+    found: list[Location] = [*run.responses.rglob("*")]
+    return [
+        path
+        for path in sorted(found, key=str)
+        if not path.name.startswith(".")
+        and not run.name_of(path).startswith("responses/_segments/")
+        and path not in (run.origin, run.lease)
+        and (isinstance(path, RemotePath) or path.is_file())
+    ]
