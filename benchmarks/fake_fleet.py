@@ -271,7 +271,10 @@ async def _serve(setting: dict[str, object]) -> None:
         listener.bind(("127.0.0.1", 0))  # bound, not listening: connecting is refused
         sockets.append(listener)
         state = _Server(work, one, str(setting["model_path"]))
-        openings.append(loop.create_task(_open(listener, state, one.opens_after_seconds)))
+        opening = loop.create_task(_open(listener, state, one.opens_after_seconds))
+        openings.append(opening)
+        if not one.opens_after_seconds:
+            await opening
     urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
     sys.stdout.write(json.dumps(urls) + "\n")
     sys.stdout.flush()

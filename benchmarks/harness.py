@@ -16,7 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -81,7 +82,8 @@ def main(
     )
     options = Options(given.short, frozenset(given.only))
     seen_machine = machine()  # before the load is our own
-    figures = dict(measure(options))
+    with _stdout_is_stderr():
+        figures = dict(measure(options))
     unknown = figures.keys() - bars.keys()
     assert not unknown, f"figures without a declared bar: {sorted(unknown)}"
     if given.json:
@@ -95,6 +97,20 @@ def main(
     else:
         Console().print(_table(name, figures, bars, options))
     return 1 if missed(figures, bars, options) else 0
+
+
+@contextmanager
+def _stdout_is_stderr() -> Iterator[None]:
+    """Libraries and child processes that print do so to stderr: stdout is the result's alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def missed(

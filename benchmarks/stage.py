@@ -38,8 +38,16 @@ class StageRun:
 
     @property
     def cpu_seconds(self) -> float:
-        """Of the whole tree from the stage's start to the end of the last process."""
-        return self.cost.cpu_since(self.started_at)
+        """Of the whole tree from the first finished row to the end of the last process."""
+        return self.cost.cpu_since(min(self.finished))
+
+    @property
+    def steady_cpu_per_row(self) -> float:
+        """CPU-seconds of the whole tree per row, in the middle four fifths of the rows."""
+        times = sorted(self.finished)
+        first, last = len(times) // 10, len(times) - len(times) // 10 - 1
+        used = self.cost.cpu_at(times[last]) - self.cost.cpu_at(times[first])
+        return used / (last - first)
 
 
 def run_stage(
@@ -50,19 +58,13 @@ def run_stage(
     rows: int,
     *,
     in_flight: int,
-    profile: Path | None = None,
 ) -> StageRun:
     """Write `rows` prompts into a new folder and have `eyas generate` answer them.
 
-    Raises `RuntimeError` if the command fails or a row is not ok. With `profile`, py-spy writes
-    there where the workers' time goes.
+    Raises `RuntimeError` if the command fails or a row is not ok.
     """
     recipe_path = _write_run(folder, target, urls, work, rows, in_flight)
     command = [sys.executable, "-m", "pipelines.cli", "generate", str(recipe_path), "--json"]
-    if profile is not None:
-        spy = Path(sys.executable).with_name("py-spy")
-        record = [str(spy), "record", "--subprocesses", "--format", "raw", "--gil"]
-        command = [*record, "--output", str(profile), "--", *command]
     log = folder / "eyas.log"
     cost = run_measured(command, log=log, role_of=role_of, environment={"PYTHONPATH": str(ROOT)})
     if cost.code != 0:
@@ -79,7 +81,7 @@ def role_of(command_line: Sequence[str]) -> str | None:
     line = " ".join(command_line)
     if "ray::" in line:
         return "workers"
-    return "driver" if "pipelines.cli generate" in line and "py-spy" not in line else None
+    return "driver" if "pipelines.cli generate" in line else None
 
 
 def _write_run(
