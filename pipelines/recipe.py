@@ -24,6 +24,7 @@ from pydantic import (
 from actors.config import PoolConfig, Sampling, Servers
 from pipelines.errors import BadRecipe
 from pipelines.schema import Domain
+from pipelines.storage import location_of
 from training.config import DraftShape, TrainConfig
 
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,62}$")]
@@ -36,6 +37,51 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+class ToolMarkers(Strict):
+    """The ids that bound a target's tool calls, and how the text between them is written."""
+
+    # kimi: functions.NAME:INDEX, arguments_id, JSON. hermes: one JSON object with name and
+    # arguments. deepseek_v3: function, arguments_id, NAME, fenced JSON. deepseek_v31: NAME,
+    # arguments_id, JSON.
+    format: Literal["kimi", "hermes", "deepseek_v3", "deepseek_v31"]
+    section_open_id: int | None  # around all calls of an answer; null where calls stand alone
+    section_close_id: int | None
+    call_open_id: int
+    call_close_id: int
+    arguments_id: int | None  # inside a call; null where JSON holds the name too
+
+    @model_validator(mode="after")
+    def _ids_are_those_of_the_format(self) -> "ToolMarkers":
+        given = [self.section_open_id, self.section_close_id, self.arguments_id]
+        if self.format == "hermes" and given != [None] * 3:
+            raise ValueError("hermes has neither a section nor arguments_id; set these to null")
+        if self.format != "hermes" and None in given:
+            raise ValueError(
+                f"{self.format} needs section_open_id, section_close_id and arguments_id"
+            )
+        return self
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """The ids that are there, by field."""
+        return {name: one for name, one in self if isinstance(one, int)}
+
+
+class ChannelMarkers(Strict):
+    """The ids of the Harmony format (gpt-oss): an answer is a row of messages on channels."""
+
+    start_id: int
+    channel_id: int
+    constrain_id: int
+    message_id: int
+    end_id: int
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """The ids by field."""
+        return dict(self)
+
+
 class TargetProfile(Strict):
     """What is special about a target. Ids are checked against the tokenizer, never trusted."""
 
@@ -44,18 +90,52 @@ class TargetProfile(Strict):
     tools: Literal["template", "system_message"]
     think_open_id: int | None
     think_close_id: int | None
+    tool_markers: ToolMarkers | None  # null: the target writes calls as plain text, or none
+    channels: ChannelMarkers | None  # instead of think and tool markers
     template_arguments: dict[str, Any]
     stop_token_ids: tuple[int, ...] = Field(min_length=1)
-    reserved_ids: tuple[int, ...]  # ids that a sane response never holds
+    # Ids that a sane response never holds; a pair is a range, both ends included.
+    reserved_ids: tuple[int | tuple[int, int], ...]
     # What the template does with the reasoning of earlier answers when the conversation goes on.
     history_reasoning: Literal["kept", "dropped"]
     aux_layer_ids: tuple[int, ...]  # "output of layer j", ascending
 
     @model_validator(mode="after")
-    def _markers_come_in_pairs(self) -> "TargetProfile":
+    def _markers_fit_each_other(self) -> "TargetProfile":
         if (self.think_open_id is None) != (self.think_close_id is None):
             raise ValueError("give both think_open_id and think_close_id, or null for both")
+        if self.channels and (self.think_open_id is not None or self.tool_markers):
+            raise ValueError(
+                "channels bound reasoning and tool calls themselves: set think_open_id, "
+                "think_close_id and tool_markers to null, or channels"
+            )
+        for one in self.reserved_ids:
+            if isinstance(one, tuple) and one[0] > one[1]:
+                raise ValueError(f"reserved_ids: {list(one)} is no range, the first is the larger")
         return self
+
+    @property
+    def reserved(self) -> frozenset[int]:
+        """Every reserved id, ranges written out."""
+        return frozenset(
+            each
+            for one in self.reserved_ids
+            for each in ((one,) if isinstance(one, int) else range(one[0], one[1] + 1))
+        )
+
+    @property
+    def marker_ids(self) -> dict[str, int]:
+        """Every id that bounds a part of a response, by the field that names it."""
+        think = {"think_open_id": self.think_open_id, "think_close_id": self.think_close_id}
+        return {
+            **{name: one for name, one in think.items() if one is not None},
+            **_prefixed("tool_markers", self.tool_markers),
+            **_prefixed("channels", self.channels),
+        }
+
+
+def _prefixed(name: str, markers: ToolMarkers | ChannelMarkers | None) -> dict[str, int]:
+    return {} if markers is None else {f"{name}.{key}": one for key, one in markers.ids.items()}
 
 
 class Target(Strict):
@@ -98,14 +178,37 @@ class Prompts(Strict):
 
 
 class Gates(Strict):
-    """When a response is rejected, and when the run stops."""
+    """When a response is rejected, and when the run stops.
+
+    What rejects a row changes data and has no default; of what only stops the run, the last part
+    has. Reserved ids, left-over markers and reasoning that nothing closed are always rejected.
+    """
 
     finish_reasons: tuple[Literal["stop", "length"], ...] = Field(min_length=1)
-    min_content_tokens: NonNegativeInt
+    min_content_tokens: NonNegativeInt  # of an answer without tool calls
     max_one_token_share: _Share  # one token making up more than this of a response: a loop
-    canary_rows: PositiveInt  # the first rows of each set, judged before the tap opens
+    max_repeated_share: _Share  # more than this made of 16 tokens that came before: a loop
+    broken_tool_calls: Literal["reject", "flag"]  # cut short, not JSON, or without a name
+    # same_script: an answer in another script than the last question (or its code) is rejected;
+    # not for sets that ask for translations.
+    languages: Literal["same_script"] | None
+
+    canary_rows: PositiveInt  # the first rows of each set and server; the tap opens after them
     max_rejected_share: _Share  # of the canary, and of every later window of as many rows
-    min_reasoning_share: _Share  # of canary rows; 0 for a target that does not reason
+    min_reasoning_share: _Share  # of replies; 0 for a target that does not reason
+
+    min_closed_share: _Share = 0.5  # of replies with reasoning: an end of it was seen
+    max_length_share: _Share = 1.0  # of replies: cut at max_new_tokens; 1 is off
+    max_failed_share: _Share = 0.5  # of a window's rows: no reply at all
+    max_fault_share: _Share = 0.1  # of a window's rows: a reply that breaks the contract (NaN, ...)
+    max_duplicate_share: _Share = 0.5  # of a window's prompts: the same reply as another prompt's
+    # How many times longer or shorter than the canary's the answers of the last
+    # 16 * canary_rows rows may be. Wide, since short answers come first and long ones last.
+    max_length_drift: Annotated[float, Field(gt=1.0)] = 16.0
+    # Output tokens per second of the last 16 * canary_rows rows, as a share of the canary's. Low,
+    # since a set ends with few requests in flight; 0 is off.
+    min_speed_share: _Share = 0.01
+    max_silent_seconds: Annotated[float, Field(gt=0.0)] = 3600.0  # no row at all for this long
 
 
 class Generate(Strict):
@@ -245,6 +348,17 @@ _UPSTREAM: dict[str, tuple[str, ...]] = {
 }
 
 
+# The gates that decide about rows; the others only stop a run, and may be changed to go on.
+_ROW_GATES = (
+    "finish_reasons",
+    "min_content_tokens",
+    "max_one_token_share",
+    "max_repeated_share",
+    "broken_tool_calls",
+    "languages",
+)
+
+
 def _dependencies(recipe: dict[str, Any]) -> dict[str, Any]:
     train = dict(recipe["train"])
     for comfort in ("checkpoint_every_steps", "checkpoints_kept", "log_every_steps"):
@@ -256,7 +370,9 @@ def _dependencies(recipe: dict[str, Any]) -> dict[str, Any]:
     return {
         "prepare": [target, prompts],
         "generate": [
-            recipe["generate"][key] for key in ("sampling", "samples_per_prompt", "gates")
+            recipe["generate"]["sampling"],
+            recipe["generate"]["samples_per_prompt"],
+            {key: recipe["generate"]["gates"][key] for key in _ROW_GATES},
         ],
         "capture": [],
         "train": [recipe["draft"], train],
@@ -310,8 +426,13 @@ def _with_absolute_paths(recipe: Recipe, beside: Path) -> Recipe:
     def sets(given: tuple[PromptSet, ...]) -> tuple[PromptSet, ...]:
         return tuple(one.model_copy(update={"path": absolute(one.path)}) for one in given)
 
+    store = recipe.generate.store
+    if store is not None:
+        location_of(store)  # refuses what may hold a secret, before anything shows the recipe
+        store = store if "://" in store else absolute(store)
     return recipe.model_copy(
         update={
+            "generate": recipe.generate.model_copy(update={"store": store}),
             "run_folder": str(Path(recipe.run_folder).expanduser().resolve()),
             "target": recipe.target.model_copy(update={"path": absolute(recipe.target.path)}),
             "prompts": recipe.prompts.model_copy(

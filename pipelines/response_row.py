@@ -2,18 +2,108 @@
 value, which is an argument."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from actors.pool import Completed, Failed
 from actors.protocol import Completion
-from pipelines.quality import Accepted, Rejected, judge
+from pipelines.quality import Accepted, Rejected, judge, last_question
 from pipelines.recipe import Gates, TargetProfile
-from pipelines.split import Markers, Split, is_open_at_start, split
+from pipelines.schema import SegmentKind, response_id
+from pipelines.split import Decode, Split, Splitter
+from pipelines.tool_calls import NO_CALLS, ToolCalls, read_calls
 
-Decode = Callable[[Sequence[int]], str]  # ids to text, special tokens shown
+
+@dataclass(frozen=True)
+class Reading:
+    """What the ids of one reply say."""
+
+    cut: Split
+    texts: tuple[str, ...]  # of each segment
+    calls: ToolCalls
+
+    def text(self, kind: SegmentKind) -> str:
+        """The text of the segments of this kind."""
+        pairs = zip(self.cut.segments, self.texts, strict=True)
+        return "".join(text for one, text in pairs if one.kind == kind)
+
+
+class Reader:
+    """Reads the replies of one target. The same ids give the same reading, always."""
+
+    def __init__(self, profile: TargetProfile, decode: Decode) -> None:
+        self._profile, self._decode = profile, decode
+        self._splitter = Splitter(profile, decode)
+        self._markers: dict[tuple[int, ...], str] = {}
+
+    def read(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        *,
+        stop_id: int | None,
+        declared: Sequence[str],
+    ) -> Reading:
+        """Split, decode and parse a reply; `declared` are the names of the prompt's tools."""
+        cut = self._splitter.split(prompt_ids, output_ids, stop_id)
+        texts = tuple(self._text(one.kind, output_ids[one.start : one.end]) for one in cut.segments)
+        calls = NO_CALLS
+        if any(one.kind == "tool_call" for one in cut.segments):
+            calls = read_calls(output_ids, cut, self._profile, self._decode, declared)
+        return Reading(cut, texts, calls)
+
+    def _text(self, kind: SegmentKind, ids: Sequence[int]) -> str:
+        if kind not in ("marker", "stop"):
+            return self._decode(ids)
+        key = tuple(ids)  # these come again with every row
+        if key not in self._markers:
+            self._markers[key] = self._decode(ids)
+        return self._markers[key]
+
+
+def decoder_of(tokenizer: Any) -> Decode:
+    """How a tokenizer's ids become text here: every special token shown, nothing cleaned up."""
+    if tokenizer.is_fast:  # straight to it: the wrapper walks over all ids once more
+        whole = tokenizer.backend_tokenizer.decode
+        return lambda ids: str(whole(list(ids), skip_special_tokens=False))
+    return lambda ids: str(
+        tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
+
+
+def tool_names(tools: str) -> list[str]:
+    """The names that a row's `tools` (JSON) declares."""
+    return [] if tools == "[]" else [one["function"]["name"] for one in json.loads(tools)]
+
+
+def stop_id_of(matched: int | str | None) -> int | None:
+    """The token that ended a reply; None where none did (out of tokens, or a stop string)."""
+    return matched if isinstance(matched, int) else None
+
+
+def derived_columns(reader: Reader, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a stored row that follow from its ids, derived once more."""
+    stop_id = stop_id_of(json.loads(row["finish_matched"]))
+    reading = reader.read(
+        row["prompt_ids"],
+        row["output_ids"],
+        # A stored end that is another id than the last is a fault of its own; it cuts nothing off.
+        stop_id=stop_id if row["output_ids"][-1:] == [stop_id] else None,
+        declared=tool_names(row["tools"]),
+    )
+    return _columns(reading)
+
+
+def _columns(reading: Reading) -> dict[str, Any]:
+    return {
+        "segments": [vars(one) for one in reading.cut.segments],
+        "reasoning": reading.text("reasoning"),
+        "content": reading.text("content"),
+        "tool_calls": encodable(reading.calls.as_json()),
+    }
 
 
 @dataclass(frozen=True)
@@ -24,6 +114,14 @@ class RowMaker:
     gates: Gates
     decode: Decode
 
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(self.profile, self.decode)
+
+    @cached_property
+    def _reserved(self) -> frozenset[int]:
+        return self.profile.reserved
+
     def response_row(
         self,
         prompt: Mapping[str, Any],
@@ -31,13 +129,20 @@ class RowMaker:
         outcome: Completed[Any] | Failed,
         *,
         finished_at: datetime,
+        turn: int = 1,
+        sample: int = 1,
     ) -> dict[str, Any]:
-        """A row of `RESPONSE_SCHEMA`."""
+        """A row of `RESPONSE_SCHEMA`.
+
+        `prompt` is the prompt's row; for a later turn, with the `messages` and `prompt_ids` that
+        this turn was asked with.
+        """
         shared = {
-            **{name: prompt[name] for name in ("sample_id", "dataset", "domain")},
+            "sample_id": response_id(prompt["sample_id"], turn, sample),
+            **{name: prompt[name] for name in ("dataset", "domain")},
             "prompt_id": prompt["sample_id"],
-            "turn": 1,
-            "sample": 1,
+            "turn": turn,
+            "sample": sample,
             **{name: encodable(prompt[name]) for name in ("messages", "tools")},
             "prompt_ids": prompt["prompt_ids"],
             "params": json.dumps(dict(params), sort_keys=True),
@@ -51,16 +156,27 @@ class RowMaker:
             case Failed():
                 return {**shared, **_no_reply(outcome)}
             case Completed(completion=completion):
-                return {**shared, **self._reply(prompt["prompt_ids"], completion)}
+                return {**shared, **self._reply(prompt, completion)}
 
-    def _reply(self, prompt_ids: Sequence[int], reply: Completion) -> dict[str, Any]:
-        cut = self._split(prompt_ids, reply)
+    def _reply(self, prompt: Mapping[str, Any], reply: Completion) -> dict[str, Any]:
+        declared = tool_names(prompt["tools"])
+        reading = self._reader.read(
+            prompt["prompt_ids"],
+            reply.output_ids,
+            stop_id=stop_id_of(reply.finish.matched),
+            declared=declared,
+        )
+        columns = _columns(reading)
         verdict = judge(
             reply.output_ids,
-            cut,
+            reading.cut,
             reply.finish,
+            content=columns["content"],
             gates=self.gates,
-            reserved_ids=frozenset(self.profile.reserved_ids),
+            reserved=self._reserved,
+            calls=reading.calls,
+            declared=declared,
+            question=last_question(prompt["messages"]) if self.gates.languages else "",
         )
         match verdict:
             case Accepted():
@@ -69,46 +185,27 @@ class RowMaker:
                 status = f"rejected:{gate}"
         text = encodable(reply.text)
         flags = list(verdict.flags)
-        if self.decode(reply.output_ids) != text:
+        # The parts nearly always join to the whole, which then need not be decoded once more.
+        if "".join(reading.texts) != text and self.decode(reply.output_ids) != text:
             flags.append("text_differs")
         return {
-            "reasoning": self.decode(cut.ids("reasoning", reply.output_ids)),
-            "content": self.decode(cut.ids("content", reply.output_ids)),
-            "tool_calls": "[]",
+            **columns,
             "finish_reason": reply.finish.kind,
             "finish_matched": json.dumps(reply.finish.matched),
             "usage": {
                 "prompt_tokens": reply.prompt_tokens,
                 "completion_tokens": reply.completion_tokens,
-                "reasoning_tokens": cut.tokens("reasoning"),
+                "reasoning_tokens": reading.cut.tokens("reasoning"),
                 "cached_tokens": reply.cached_tokens,
                 "total_tokens": reply.prompt_tokens + reply.completion_tokens,
             },
             "output_ids": list(reply.output_ids),
-            "segments": [vars(one) for one in cut.segments],
             "text": text,
             "status": status,
-            "detail": detail,
+            "detail": encodable(detail),
             "flags": json.dumps(flags),
             "weight_version": encodable(reply.weight_version),
         }
-
-    def _split(self, prompt_ids: Sequence[int], reply: Completion) -> Split:
-        markers = self._markers()
-        matched = reply.finish.matched
-        return split(
-            reply.output_ids,
-            stop_id=matched if isinstance(matched, int) else None,
-            markers=markers,
-            open_at_start=is_open_at_start(prompt_ids, markers),
-            is_whitespace=lambda token: not self.decode([token]).strip(),
-        )
-
-    def _markers(self) -> Markers | None:
-        opening, closing = self.profile.think_open_id, self.profile.think_close_id
-        if opening is None or closing is None:  # the profile has both or neither
-            return None
-        return Markers(opening, closing)
 
 
 def _no_reply(outcome: Failed) -> dict[str, Any]:

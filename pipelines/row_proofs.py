@@ -5,7 +5,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b, sha256
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 
 from pipelines.proof import Breaks, Broken, Evidence, NotThere, SampleMark, digest_of, parquet_rows
 from pipelines.schema import PROMPT_SCHEMA, REJECTED_PROMPT_SCHEMA, RESPONSE_SCHEMA
+from pipelines.storage import Location, contents, listed, readable
 from pipelines.store import RunFolder
 
 _SAMPLES = 48  # rows that are rendered and decoded again, spread over a set
@@ -32,9 +32,9 @@ def schemas(evidence: Evidence) -> str:
     run = evidence.run
     expected = [
         (_files(run.prompts, "_rejected"), PROMPT_SCHEMA),
-        (sorted((run.prompts / "_rejected").glob("*.parquet")), REJECTED_PROMPT_SCHEMA),
+        (listed(run.prompts / "_rejected", "*.parquet"), REJECTED_PROMPT_SCHEMA),
         (_files(run.responses, "_"), RESPONSE_SCHEMA),
-        (sorted(run.rejected_responses.glob("*/*.parquet")), RESPONSE_SCHEMA),
+        (listed(run.rejected_responses, "*/*.parquet"), RESPONSE_SCHEMA),
     ]
     files = 0
     for paths, schema in expected:
@@ -144,19 +144,19 @@ def rendering(evidence: Evidence, render: Callable[[Mapping[str, Any]], list[int
     return f"{count:,} prompts rendered again"
 
 
-def decoding(evidence: Evidence, derive: Callable[[Mapping[str, Any]], Mapping[str, str]]) -> str:
-    """Reasoning and content are what the stored ids say, for a sample of rows."""
+def decoding(evidence: Evidence, derive: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> str:
+    """What is derived from ids is what the stored ids say, for a sample of rows."""
     breaks, count = Breaks(), 0
     for name in evidence.train_sets:
         for row in _some(_set_files(evidence.run.responses / name)):
             count += 1
             for part, derived in derive(row).items():
                 if derived != row[part]:
-                    breaks.add(row["sample_id"], f"{part} is not what its segments decode to")
+                    breaks.add(row["sample_id"], f"{part} is not what its ids say")
     if not count:
         raise NotThere("not there yet: no committed responses")
     breaks.raise_if_any()
-    return f"{count:,} responses decoded again"
+    return f"{count:,} responses read again"
 
 
 def response_rows(evidence: Evidence) -> dict[str, Breaks]:
@@ -266,10 +266,10 @@ def _is_status(status: str) -> bool:
     return status == "ok" or (kind in ("rejected", "failed") and bool(colon and name))
 
 
-def _compare_schema(run: RunFolder, path: Path, expected: pa.Schema) -> None:
-    name = path.relative_to(run.root)
+def _compare_schema(run: RunFolder, path: Location, expected: pa.Schema) -> None:
+    name = run.name_of(path)
     try:
-        seen = pq.read_schema(path)
+        seen = pq.read_schema(readable(path))
     except (pa.ArrowInvalid, OSError) as error:
         raise Broken(f"{name} cannot be read: {error}") from error
     if seen.equals(expected, check_metadata=True):
@@ -321,7 +321,7 @@ def _responses(run: RunFolder, name: str) -> Iterator[tuple[bool, dict[str, Any]
             yield is_aside, row
 
 
-def _ids(files: list[Path], breaks: Breaks, what: str) -> Iterator[str]:
+def _ids(files: list[Location], breaks: Breaks, what: str) -> Iterator[str]:
     seen: set[str] = set()
     for path, row in parquet_rows(files, ["sample_id"]):
         if row["sample_id"] in seen:
@@ -330,26 +330,26 @@ def _ids(files: list[Path], breaks: Breaks, what: str) -> Iterator[str]:
         yield row["sample_id"]
 
 
-def _segment_ids(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.glob("*.arrow")):
+def _segment_ids(folder: Location) -> Iterator[str]:
+    for path in listed(folder, "*.arrow"):
         try:
-            with pa.memory_map(str(path)) as source:
-                if sha256(source.read_buffer()).hexdigest()[:16] != path.stem.rpartition("-")[2]:
-                    raise Broken(f"segment {path.name} does not have the checksum in its name")
-                file = pa.ipc.open_file(source)
-                for at in range(file.num_record_batches):
-                    yield from file.get_batch(at).column("sample_id").to_pylist()
+            content = contents(path)
+            if sha256(content).hexdigest()[:16] != path.stem.rpartition("-")[2]:
+                raise Broken(f"segment {path.name} does not have the checksum in its name")
+            file = pa.ipc.open_file(content)
+            for at in range(file.num_record_batches):
+                yield from file.get_batch(at).column("sample_id").to_pylist()
         except (pa.ArrowInvalid, OSError, KeyError) as error:
             raise Broken(f"segment {path.name} cannot be read: {error}") from error
 
 
-def _some(files: list[Path]) -> Iterable[dict[str, Any]]:
+def _some(files: list[Location]) -> Iterable[dict[str, Any]]:
     """A few whole rows of a set, the same ones each time: first, last, and random ones."""
     counts = {path: _count_rows([path]) for path in files}
     total = sum(counts.values())
     wanted = set(random.Random(total).sample(range(total), min(total, _SAMPLES)))
     wanted |= {0, total - 1} if total else set()
-    places: dict[Path, set[int]] = defaultdict(set)
+    places: dict[Location, set[int]] = defaultdict(set)
     start = 0
     for path, count in counts.items():
         places[path] |= {at - start for at in wanted if start <= at < start + count}
@@ -361,11 +361,11 @@ def _some(files: list[Path]) -> Iterable[dict[str, Any]]:
                     yield row
 
 
-def _count_rows(files: Iterable[Path]) -> int:
+def _count_rows(files: Iterable[Location]) -> int:
     total = 0
     for path in files:
         try:
-            total += pq.read_metadata(path).num_rows
+            total += pq.read_metadata(readable(path)).num_rows
         except (pa.ArrowInvalid, OSError) as error:
             raise Broken(f"{path.name} cannot be read: {error}") from error
     return total
@@ -378,13 +378,13 @@ def _first_difference(a: list[int], b: list[int]) -> int:
     return min(len(a), len(b))
 
 
-def _files(root: Path, not_starting: str) -> list[Path]:
+def _files(root: Location, not_starting: str) -> list[Location]:
     return [
         path
-        for path in sorted(root.glob("*/*.parquet"))
+        for path in listed(root, "*/*.parquet")
         if not path.parent.name.startswith(not_starting) and not path.name.startswith(".")
     ]
 
 
-def _set_files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.glob("*.parquet")) if not path.name.startswith(".")]
+def _set_files(folder: Location) -> list[Location]:
+    return [path for path in listed(folder, "*.parquet") if not path.name.startswith(".")]

@@ -383,9 +383,8 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 def _check_ids(tokenizer: Tokenizer, profile: TargetProfile, vocab_size: int) -> None:
     named = {
         "stop_token_ids": profile.stop_token_ids,
-        "reserved_ids": profile.reserved_ids,
-        "think_open_id": _optional(profile.think_open_id),
-        "think_close_id": _optional(profile.think_close_id),
+        "reserved_ids": sorted(profile.reserved),
+        **{field: (one,) for field, one in profile.marker_ids.items()},
     }
     owner: dict[int, str] = {}
     for field, ids in named.items():
@@ -407,20 +406,50 @@ def _check_ids(tokenizer: Tokenizer, profile: TargetProfile, vocab_size: int) ->
                 f"{one}, the ordinary token {tokenizer.decode([one])!r}",
                 f"special tokens; this tokenizer has {_shown(special)}",
             )
-    for field in ("think_open_id", "think_close_id"):
-        for one in named[field]:
-            marker = tokenizer.decode([one], skip_special_tokens=False)
-            back = tokenizer.encode(marker, add_special_tokens=False)
-            if back != [one]:
-                raise _wrong_profile(
-                    field,
-                    f"{one}, which decodes to {marker!r}, which encodes to {back}",
-                    "a marker that is one token of its own",
-                )
+    for field, one in profile.marker_ids.items():
+        _check_marker(tokenizer, field, one)
 
 
-def _optional(one: int | None) -> tuple[int, ...]:
-    return () if one is None else (one,)
+# What the text of a marker has to hold: another token of the vocabulary is one token of its own
+# too, and a profile that names it would find no reasoning and no call, without a word.
+_MARKER_WORDS = {
+    "think_open_id": "think",
+    "think_close_id": "think",
+    "tool_markers.section_open_id": "calls",
+    "tool_markers.section_close_id": "calls",
+    "tool_markers.call_open_id": "call",
+    "tool_markers.call_close_id": "call",
+    "channels.start_id": "start",
+    "channels.channel_id": "channel",
+    "channels.constrain_id": "constrain",
+    "channels.message_id": "message",
+    "channels.end_id": "end",
+}
+
+
+def _check_marker(tokenizer: Tokenizer, field: str, one: int) -> None:
+    marker = tokenizer.decode([one], skip_special_tokens=False)
+    back = tokenizer.encode(marker, add_special_tokens=False)
+    if back != [one]:
+        raise _wrong_profile(
+            field,
+            f"{one}, which decodes to {marker!r}, which encodes to {back}",
+            "a marker that is one token of its own",
+        )
+    if one not in tokenizer.added_tokens_decoder:
+        raise _wrong_profile(
+            field,
+            f"{one}, the ordinary token {marker!r}",
+            f"an added token; this tokenizer has {_shown(_added_tokens(tokenizer))}",
+        )
+    if field in _MARKER_WORDS and _MARKER_WORDS[field] not in marker.lower():
+        logger.warning(
+            "target.profile.%s is %d, the token %r: a marker of another kind?", field, one, marker
+        )
+
+
+def _added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    return {token.content: index for index, token in tokenizer.added_tokens_decoder.items()}
 
 
 def _shown(special: Mapping[str, int]) -> str:

@@ -103,7 +103,7 @@ def _manifest_files(evidence: Evidence) -> str:
     for entry in stages.values():
         for name, promised in entry["files"].items():
             count += 1
-            path = evidence.run.root / name
+            path = evidence.run.locate(name)
             if not path.is_file():
                 breaks.add(name, "it is listed, and is missing")
             elif path.stat().st_size != promised["bytes"]:
@@ -123,7 +123,7 @@ def _manifest_complete(evidence: Evidence) -> str:
     for stage, entry in stages.items():
         for path in stage_files(evidence.run, stage):
             count += 1
-            name = str(path.relative_to(evidence.run.root))
+            name = evidence.run.name_of(path)
             if name not in entry["files"]:
                 breaks.add(name, f"it lies among the files of {stage}, which did not list it")
     breaks.raise_if_any()
@@ -192,26 +192,11 @@ def _rendering(evidence: Evidence) -> str:
 
 
 def _decoding(evidence: Evidence) -> str:
-    """Reasoning and content, decoded again from the ids of their segments."""
+    """Segments, reasoning, content and tool calls, derived again from the ids."""
+    from pipelines.response_row import Reader, decoder_of, derived_columns
 
-    tokenizer = evidence.tokenizer
-
-    def derive(row: Mapping[str, Any]) -> dict[str, str]:
-        return {
-            kind: tokenizer.decode(
-                [
-                    token
-                    for one in row["segments"]
-                    if one["kind"] == kind
-                    for token in row["output_ids"][one["start"] : one["end"]]
-                ],
-                skip_special_tokens=False,
-                clean_up_tokenization_spaces=False,
-            )
-            for kind in ("reasoning", "content")
-        }
-
-    return row_proofs.decoding(evidence, derive)
+    reader = Reader(evidence.recipe.target.profile, decoder_of(evidence.tokenizer))
+    return row_proofs.decoding(evidence, lambda row: derived_columns(reader, row))
 
 
 # --- one check

@@ -1,12 +1,14 @@
 """Stage prepare: rows in = prompts + rejected, all or nothing, the same bytes every time."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from pipelines import prepare as stage
 from pipelines.errors import BadRecipe, PreflightFailed
@@ -22,6 +24,8 @@ PROFILE = {
     "tools": "system_message",
     "think_open_id": None,
     "think_close_id": None,
+    "tool_markers": None,
+    "channels": None,
     "template_arguments": {},
     "stop_token_ids": [2],
     "history_reasoning": "kept",
@@ -269,6 +273,104 @@ def test_two_contents_with_one_id_are_not_called_duplicates(bench, monkeypatch):
     counts = bench.prepare(prompts__on_bad_prompt="reject")["sets"]["birds"]
     assert set(counts["rejected"]) == {"id_collision"}
     assert counts["prompts"] + counts["rejected"]["id_collision"] == 40
+
+
+# Every turn of a conversation
+
+
+def say(*turns):
+    """A conversation of (role, content) pairs."""
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+CONVERSATION = say(
+    ("system", "Be brief."),
+    ("user", "one"),
+    ("assistant", "the set's own answer"),
+    ("user", "two"),
+    ("assistant", "another"),
+    ("user", "three"),
+    ("assistant", "the last"),
+)
+
+
+def test_every_turn_is_prepared_with_places_for_the_targets_answers(bench):
+    write(bench.train, [CONVERSATION])
+    counts = bench.prepare(prompts__turns="every")
+    (row,) = bench.table("birds").to_pylist()
+    assert "answer" not in row["messages"]
+    assert [one["content"] for one in json.loads(row["messages"])] == [
+        "Be brief.",
+        "one",
+        "two",
+        "three",
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(bench.target)
+    texts = [tokenizer.decode(ids) for ids in (row["history"] + row["continuations"])]
+    header = "<|im_start|>assistant\n"
+    after = [f"<|im_end|>\n<|im_start|>user\n{one}<|im_end|>\n{header}" for one in ("two", "three")]
+    assert texts == [tokenizer.decode(row["prompt_ids"]), after[0], *after]
+    assert counts["sets"]["birds"]["turns"] == 3
+    assert "3 turns" not in counts["headline"]
+    assert "4 turns" in counts["headline"]
+
+
+def test_a_single_turn_is_the_same_row_whichever_turns_are_asked(bench):
+    bench.prepare()
+    before = bench.files()
+    bench.prepare(prompts__turns="every")
+    assert bench.files() == before
+
+
+def test_the_last_turn_keeps_the_sets_own_answers_and_its_id(bench):
+    write(bench.train, [CONVERSATION])
+    counts = bench.prepare()
+    (row,) = bench.table("birds").to_pylist()
+    assert row["messages"].count("assistant") == 2
+    assert (
+        row["sample_id"] == "birds-" + parse_row(CONVERSATION, file="x", line=1).content_sha256[:12]
+    )
+    assert (row["history"], row["continuations"]) == ([], [])
+    assert counts["sets"]["birds"]["turns"] == 1
+
+
+def test_a_conversation_ends_before_a_tools_result_and_is_counted(bench):
+    tools = [("assistant", "calling"), ("tool", "42"), ("assistant", "It is 42."), ("user", "Why?")]
+    write(bench.train, [say(("user", "How many?"), *tools), ask("plain")])
+    counts = bench.prepare(prompts__turns="every")["sets"]["birds"]
+    assert (counts["turns"], counts["cut_at_tool_turn"]) == (2, 1)
+    texts = {row["messages"] for row in bench.table("birds").to_pylist()}
+    assert '[{"role":"user","content":"How many?"}]' in texts
+
+
+def test_conversations_that_ask_the_same_are_duplicates(bench):
+    other = json.loads(json.dumps(CONVERSATION).replace("another", "something else"))
+    write(bench.train, [CONVERSATION, other])
+    counts = bench.prepare(prompts__turns="every", prompts__on_bad_prompt="reject")
+    assert counts["sets"]["birds"]["rejected"] == {"duplicate": 1}
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_a_held_out_conversation_may_be_no_turn_of_a_training_one(bench, turns):
+    write(bench.train, [CONVERSATION])
+    # Other answers in between do not make it another conversation.
+    text = json.dumps(say(*(tuple(one.values()) for one in CONVERSATION["messages"][: 2 * turns])))
+    bench.evaluation.write_text(text.replace("own answer", "OTHER"))
+    with pytest.raises(BadRecipe, match="is also a training prompt"):
+        bench.prepare(prompts__turns="every")
+    bench.evaluation.write_text(text.replace("Be brief", "Be long"))
+    bench.prepare(prompts__turns="every")
+    (row,) = bench.table("eval-birds").to_pylist()
+    assert (row["messages"].count("assistant"), row["continuations"]) == (turns - 1, [])
+
+
+def test_a_template_whose_turns_cannot_be_told_apart_is_refused_before_anything(bench, tmp_path):
+    target = shutil.copytree(bench.target, tmp_path / "other")
+    template = target / "chat_template.jinja"
+    template.write_text(template.read_text().replace("'<|im_end|>", "' <|im_end|>"))
+    bench.prepare(target__path=target)
+    with pytest.raises(PreflightFailed, match="cannot be told apart"):
+        bench.prepare(target__path=target, prompts__turns="every")
 
 
 ROWS = st.lists(

@@ -15,32 +15,24 @@ from pipelines.quality import (
     judge,
     judge_window,
 )
-from pipelines.recipe import Gates
 from pipelines.row_report import RowReport
-from pipelines.split import Markers, split
+from pipelines.split import Splitter
+from tests.support.profiles import CLOSE, OPEN, STOP, THINKS, gates
 
-OPEN, CLOSE, STOP = 90, 91, 2
-GATES = Gates(
-    finish_reasons=("stop", "length"),
-    min_content_tokens=1,
-    max_one_token_share=0.5,
-    canary_rows=4,
-    max_rejected_share=0.5,
-    min_reasoning_share=0.0,
-)
+GATES = gates()
 
 
-def verdict(ids, *, thinks=False, gates=GATES):
+def text_of(ids):
+    return "".join(chr(64 + one) for one in ids)
+
+
+def verdict(ids, *, thinks=False, of=THINKS, rule=GATES, content=None, **more):
     stopped = ids[-1] == STOP
-    cut = split(
-        ids,
-        stop_id=STOP if stopped else None,
-        markers=Markers(OPEN, CLOSE),
-        open_at_start=thinks,
-        is_whitespace=lambda _: False,
-    )
+    cut = Splitter(of, text_of).split([OPEN] if thinks else [], ids, STOP if stopped else None)
     finish = Finish("stop", STOP, None) if stopped else Finish("length", None, len(ids))
-    return judge(ids, cut, finish, gates=gates, reserved_ids={0})
+    parts = [ids[one.start : one.end] for one in cut.segments if one.kind == "content"]
+    said = "".join(map(text_of, parts)) if content is None else content
+    return judge(ids, cut, finish, content=said, gates=rule, reserved=of.reserved, **more)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +46,9 @@ def verdict(ids, *, thinks=False, gates=GATES):
         ([5, 6], True, "truncated_thinking"),
         ([7] * 20 + [STOP], False, "one_token_loop"),
         ([7, 8] * 20 + [7] * 5, False, "one_token_loop"),
+        ([7, 8, 9] * 20, False, "repetition"),
+        ([5, CLOSE, 6, CLOSE, STOP], True, "residual_marker"),
+        ([5, CLOSE, 6, STOP, 7, STOP], True, "residual_marker"),
     ],
 )
 def test_each_fault_is_rejected_by_its_gate(ids, thinks, gate):
@@ -70,7 +65,7 @@ def test_each_fault_is_rejected_by_its_gate(ids, thinks, gate):
         ([4, STOP], False),  # a one-word answer is no loop
         ([5, 6], False),
         ([5, CLOSE, 6, STOP], True),
-        ([7, 8] * 20, False),  # exactly half
+        ([*range(100, 130), *[7] * 30], False),  # exactly half
         ([7] * 15 + [STOP], False),
     ],
 )
@@ -79,19 +74,18 @@ def test_a_sane_answer_is_accepted(ids, thinks):
 
 
 def test_only_the_finish_reasons_of_the_recipe_pass():
-    gates = GATES.model_copy(update={"finish_reasons": ("stop",)})
-    result = verdict([5, 6], gates=gates)
+    result = verdict([5, 6], rule=gates(finish_reasons=("stop",)))
     assert isinstance(result, Rejected)
     assert result.gate == "finish_reason"
 
 
 def test_cut_thinking_may_pass_where_no_content_is_asked_and_says_so():
-    gates = GATES.model_copy(update={"min_content_tokens": 0})
-    assert verdict([5, 6], thinks=True, gates=gates) == Accepted(("truncated_thinking",))
+    rule = gates(min_content_tokens=0)
+    assert verdict([5, 6], thinks=True, rule=rule) == Accepted(("truncated_thinking",))
 
 
-def test_a_second_marker_is_flagged():
-    assert verdict([5, CLOSE, 6, CLOSE, STOP], thinks=True) == Accepted(("stray_think_marker",))
+def test_a_marker_within_the_thinking_is_flagged():
+    assert verdict([5, OPEN, CLOSE, 6, STOP], thinks=True) == Accepted(("stray_marker",))
 
 
 def report(status="ok", *, reasoning=3, tokens=10):
@@ -110,12 +104,12 @@ def test_a_window_stops_on_too_many_bad_rows_and_names_the_usual_one():
 
 
 def test_a_window_stops_when_a_thinking_target_does_not_think():
-    gates = GATES.model_copy(update={"min_reasoning_share": 0.5})
+    rule = gates(min_reasoning_share=0.5)
     rows = [report(reasoning=0), report(reasoning=0), report(reasoning=9)]
-    stop = judge_window(rows, gates)
+    stop = judge_window(rows, rule)
     assert isinstance(stop, Stop)
     assert "33%" in stop.reason
-    assert isinstance(judge_window([*rows, report()], gates), Go)
+    assert isinstance(judge_window([*rows, report()], rule), Go)
 
 
 @pytest.mark.parametrize(

@@ -8,41 +8,16 @@ import pytest
 
 from actors.pool import Completed, Failed
 from actors.protocol import Completion, Finish
-from pipelines.recipe import Gates, TargetProfile
 from pipelines.response_row import RowMaker, encodable
 from pipelines.schema import RESPONSE_SCHEMA
 from tests.support.generate_run import prompt_row
+from tests.support.profiles import CLOSE, OPEN, PLAIN, STOP, THINKS, gates
 
-OPEN, CLOSE, STOP = 90, 91, 2
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
 def decode(ids):
     return "".join(f"<{one}>" for one in ids)
-
-
-def maker(*, thinks=True):
-    return RowMaker(
-        TargetProfile(
-            tools="template",
-            think_open_id=OPEN if thinks else None,
-            think_close_id=CLOSE if thinks else None,
-            template_arguments={},
-            stop_token_ids=(STOP,),
-            history_reasoning="kept",
-            reserved_ids=(0,),
-            aux_layer_ids=(1, 2, 3),
-        ),
-        Gates(
-            finish_reasons=("stop", "length"),
-            min_content_tokens=1,
-            max_one_token_share=0.5,
-            canary_rows=4,
-            max_rejected_share=0.5,
-            min_reasoning_share=0.0,
-        ),
-        decode,
-    )
 
 
 def reply(ids, *, text=None, version="default"):
@@ -53,9 +28,10 @@ def reply(ids, *, text=None, version="default"):
     return Completed(completion, None, "http://s", 2, 11, 22)
 
 
-def row_of(outcome, *, prompt_ids=(1, 2, OPEN), thinks=True):
-    prompt = {**prompt_row(1), "prompt_ids": list(prompt_ids)}
-    row = maker(thinks=thinks).response_row(prompt, {"b": 1, "a": 2}, outcome, finished_at=NOW)
+def row_of(outcome, *, prompt_ids=(1, 2, OPEN), of=THINKS, tools="[]", **place):
+    prompt = {**prompt_row(1), "prompt_ids": list(prompt_ids), "tools": tools}
+    maker = RowMaker(of, gates(), decode)
+    row = maker.response_row(prompt, {"b": 1, "a": 2}, outcome, finished_at=NOW, **place)
     table = pa.Table.from_pylist([row], schema=RESPONSE_SCHEMA)
     assert all(column.null_count == 0 for column in table.columns)
     assert set(row) == set(RESPONSE_SCHEMA.names)
@@ -100,7 +76,7 @@ def test_a_rejected_row_keeps_all_its_ids():
 
 
 def test_a_plain_target_has_content_only():
-    row = row_of(reply([5, 6, STOP]), thinks=False)
+    row = row_of(reply([5, 6, STOP]), of=PLAIN)
     assert (row["reasoning"], row["content"]) == ("", "<5><6>")
     assert row["usage"]["reasoning_tokens"] == 0
 

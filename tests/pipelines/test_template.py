@@ -59,6 +59,8 @@ def profile(**changes):
         "tools": "system_message",
         "think_open_id": None,
         "think_close_id": None,
+        "tool_markers": None,
+        "channels": None,
         "template_arguments": {},
         "stop_token_ids": (2,),
         "history_reasoning": "kept",

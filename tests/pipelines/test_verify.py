@@ -153,6 +153,16 @@ ROW_CORRUPTIONS = {
         "content",
         lambda row: row.update(content="something else"),
     ),
+    "a tool call that its ids do not hold": (
+        "responses: decoding",
+        "tool_calls",
+        lambda row: row.update(tool_calls='[{"id": "call_0"}]'),
+    ),
+    "reasoning that is called content": (
+        "responses: decoding",
+        "segments",
+        lambda row: row["segments"][0].update(kind="marker"),
+    ),
     "messages of another prompt": (
         "responses: prompts",
         "messages",

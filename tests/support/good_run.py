@@ -28,7 +28,7 @@ from pipelines.evaluate import (
 )
 from pipelines.prepare import prepare
 from pipelines.recipe import Recipe, dump_recipe, fingerprint, load_recipe
-from pipelines.response_row import RowMaker
+from pipelines.response_row import RowMaker, decoder_of
 from pipelines.schema import response_loss_mask
 from pipelines.segments import SegmentWriter, commit
 from pipelines.store import RunFolder, record_stage, write_json, write_parquet
@@ -70,13 +70,7 @@ def make_good_run(folder: Path, target: Path, *, until: str = "evaluate") -> Run
 def write_segments(recipe: Recipe, run: RunFolder) -> None:
     """Make every training prompt's response durable, and commit nothing."""
     tokenizer = load_tokenizer(recipe.target)
-    maker = RowMaker(
-        recipe.target.profile,
-        recipe.generate.gates,
-        lambda ids: tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        ),
-    )
+    maker = RowMaker(recipe.target.profile, recipe.generate.gates, decoder_of(tokenizer))
     chooser = random.Random(1)
     for one in recipe.prompts.train:
         writer = SegmentWriter(run, one.name, flush_rows=16)
