@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -88,6 +88,7 @@ class Client:
         Whoever gives up, by deadline, by cancelling or on a reply that does not end, also tells the
         server to stop: otherwise a ghost goes on generating in a slot.
         """
+        protocol.check_prompt(request, vocab_size=self._vocab_size)
         try:
             reply = await self._send(
                 "POST",
@@ -134,6 +135,14 @@ class Client:
         """How busy the server says it is."""
         reply = await self._send("GET", f"{protocol.LOADS}?include=core", deadline_seconds)
         return protocol.parse_loads(reply.status, reply.body)
+
+    async def token_texts(
+        self, ids: Sequence[int], *, deadline_seconds: float = 30.0
+    ) -> tuple[str, ...]:
+        """What the server's tokenizer writes for each of these ids alone, specials kept."""
+        body = protocol.detokenize_body(ids)
+        reply = await self._send("POST", protocol.DETOKENIZE, deadline_seconds, body=body)
+        return protocol.parse_texts(reply.status, reply.body, count=len(ids))
 
     async def server_time(self, *, deadline_seconds: float = 30.0) -> float | None:
         """The server's clock, in seconds since the epoch, whole seconds; None if it does not say.

@@ -27,6 +27,7 @@ MODEL_INFO = "/model_info"
 SERVER_INFO = "/server_info"
 LOADS = "/v1/loads"
 ABORT = "/abort_request"
+DETOKENIZE = "/detokenize"
 
 # SGLang turns a NaN into this "stop", status 200, with the bad id overwritten (schedule_batch.py).
 NAN_HAPPENED = "NaN happened"
@@ -183,6 +184,17 @@ def sampling_params(
     }
 
 
+def check_prompt(request: GenerateRequest, *, vocab_size: int) -> None:
+    """Raise `Refused` for a prompt with an id that the target lacks: one such id does not fail the
+    request, it ends a stock server and all that runs there."""
+    ids = request.input_ids
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        odd = next(one for one in ids if not 0 <= one < vocab_size)
+        raise Refused(
+            "prompt_id_out_of_vocabulary", f"the prompt holds id {odd}, the target has {vocab_size}"
+        )
+
+
 def parse_completion(
     request: GenerateRequest, status: int, body: bytes, *, vocab_size: int
 ) -> Completion:
@@ -199,9 +211,7 @@ def parse_completion(
     finish = _finish(meta)  # an abort is known before its missing counts are missed
     output_ids = _ids(reply, "output_ids", vocab_size)
     if "prompt_token_ids" in reply:
-        echoed = _ids(reply, "prompt_token_ids", vocab_size)
-        if echoed != tuple(request.input_ids):
-            raise BadReply("foreign_prompt", f"{len(echoed)} prompt ids came back, not ours")
+        _check_echo(request, _field(reply, "prompt_token_ids", list))
     prompt_tokens = _count(meta, "prompt_tokens")
     if prompt_tokens != len(request.input_ids):
         raise BadReply("prompt_tokens", f"sent {len(request.input_ids)}, counted {prompt_tokens}")
@@ -306,6 +316,21 @@ def parse_server_info(status: int, body: bytes) -> ServerInfo:
     )
 
 
+def detokenize_body(ids: Sequence[int]) -> bytes:
+    """The body of a POST to `/detokenize`: each id by itself."""
+    return orjson.dumps({"tokens": [[one] for one in ids], "skip_special_tokens": False})
+
+
+def parse_texts(status: int, body: bytes, *, count: int) -> tuple[str, ...]:
+    """Read the reply of `/detokenize`: `count` texts."""
+    if status != 200:
+        raise fault_of(status, body)
+    texts = _field(_json_object(body), "text", list)
+    if len(texts) != count or not all(isinstance(one, str) for one in texts):
+        raise BadReply("texts", f"asked for {count} texts, got {_shorten(texts)}")
+    return tuple(texts)
+
+
 def parse_loads(status: int, body: bytes) -> Load:
     """Read `/v1/loads?include=core`: sums over the data-parallel ranks."""
     if status != 200:
@@ -351,6 +376,12 @@ def _finish(meta: Mapping[str, Any]) -> Finish:
             return Finish("stop", matched, None)
         case _:
             raise BadReply("finish_reason", f"unknown type {kind!r}")
+
+
+def _check_echo(request: GenerateRequest, echoed: list[Any]) -> None:
+    # Equal is not enough: 5.0 and True equal ids too.
+    if tuple(echoed) != tuple(request.input_ids) or not set(map(type, echoed)) <= _ONLY_INTS:
+        raise BadReply("foreign_prompt", f"{len(echoed)} prompt ids came back, not ours")
 
 
 def _check_finish(request: GenerateRequest, finish: Finish, output_ids: tuple[int, ...]) -> None:
