@@ -29,7 +29,7 @@ class HistoryRule:
     off_start: str
     off_start_after_reasoning: str
     off_end: str
-    think_ids: frozenset[int]  # markers; dropped reasoning must not leave one behind
+    reasoning_ids: frozenset[int]  # what bounds reasoning; where it is dropped, none may stay
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,6 @@ class Answer:
             segments=segments,
             **{name: row[name] for name in texts},
         )
-
-    def ids(self, wanted: Callable[[str], bool]) -> tuple[int, ...]:
-        """The output ids of the segments of the wanted kinds, in order."""
-        spans = ((start, end) for kind, start, end in self.segments if wanted(kind))
-        return tuple(token for start, end in spans for token in self.output_ids[start:end])
 
 
 @dataclass(frozen=True)
@@ -146,17 +141,26 @@ def _message(answer: Answer, rule: HistoryRule) -> dict[str, Any]:
 def _in_history(answer: Answer, rule: HistoryRule, decode: Decode) -> tuple[int, ...] | None:
     """An answer's ids as history holds them: a run of its own ids, without the stop id.
 
-    None where the template takes characters off that are only a part of a token, or would read a
-    left-over thinking marker as the end of the reasoning.
+    None where the template takes off characters that are only a part of a token, or where what
+    stays is in pieces, or holds a marker that the template would read as the end of reasoning.
     """
-    if rule.reasoning == "kept":
-        ids = answer.ids(lambda kind: kind != "stop")
-    else:
-        ids = answer.ids(lambda kind: kind in ("content", "tool_call"))
-        if rule.think_ids.intersection(ids):
-            return None
+    ids = _span(answer, lambda kind: kind != "stop")
+    if rule.reasoning == "dropped":
+        ids = _span(answer, lambda kind: kind in ("content", "tool_call"))
+    if ids is None or (rule.reasoning == "dropped" and rule.reasoning_ids.intersection(ids)):
+        return None
     start, end = _off(answer, rule)
     return _without(ids, start, end, decode) if start or end else ids
+
+
+def _span(answer: Answer, stays: Callable[[str], bool]) -> tuple[int, ...] | None:
+    """The ids of the segments that stay; None if something between them does not."""
+    staying = [(start, end) for kind, start, end in answer.segments if stays(kind)]
+    if not staying:
+        return ()
+    start, end = staying[0][0], staying[-1][1]
+    whole = sum(last - first for first, last in staying) == end - start
+    return answer.output_ids[start:end] if whole else None
 
 
 def _off(answer: Answer, rule: HistoryRule) -> tuple[str, str]:

@@ -82,11 +82,11 @@ def history_rule(template: ChatTemplate, profile: TargetProfile) -> HistoryRule:
         off_start=probe.off_start(),
         off_start_after_reasoning=probe.off_start_after_reasoning(),
         off_end=probe.off_end(),
-        think_ids=frozenset(_think_ids(profile)),
+        reasoning_ids=frozenset(_reasoning_ids(profile)),
     )
     conversation = [{"role": "user", "content": one} for one in _ASK]
     tried = render_turns(template, rule, conversation, ())
-    if isinstance(tried, NotRendered) and rule.reasoning == "kept" and rule.think_ids:
+    if isinstance(tried, NotRendered) and rule.reasoning == "kept" and rule.reasoning_ids:
         rule = replace(rule, writes_reasoning=True)
         tried = render_turns(template, rule, conversation, ())
     if isinstance(tried, NotRendered):
@@ -166,7 +166,7 @@ def _render(
 ) -> Turns:
     turns = sum(one["role"] == "user" for one in messages)
     said = dump_json([messages, tools])
-    first, second = (_placeholders(word, turns - 1, said) for word in ("Falcon", "Osprey"))
+    first, second = (_placeholders(word, turns - 1, said) for word in ("Falcon", "Kestrel"))
 
     texts = []
     for turn in range(1, turns + 1):
@@ -178,7 +178,7 @@ def _render(
     cuts = _cuts(rule, template, texts, first)
 
     # Other words in the answers, and reasoning that the template drops, must change nothing.
-    reasons = rule.writes_reasoning or (rule.reasoning == "dropped" and bool(rule.think_ids))
+    reasons = rule.writes_reasoning or (rule.reasoning == "dropped" and bool(rule.reasoning_ids))
     others = [
         _applied(template, _up_to(messages, turn, second, with_reasoning=reasons), tools)
         for turn in range(1, turns + 1)
@@ -268,7 +268,7 @@ def _check_lead(rule: HistoryRule, template: ChatTemplate, lead: str, answer: _P
             raise _not_separable(f"the template writes {lead!r} before an answer")
         return
     thought, found, rest = lead.partition(answer.reasoning)
-    marks = {template.tokenizer.decode([one]) for one in rule.think_ids}
+    marks = {template.tokenizer.decode([one]) for one in rule.reasoning_ids}
     if not found or thought.strip() not in marks | {""} or rest.strip() not in marks:
         raise _not_separable(f"the template writes an answer's reasoning as {lead!r}")
 
@@ -368,6 +368,11 @@ class _Probe:
 def _think_ids(profile: TargetProfile) -> tuple[int, ...]:
     opening, closing = profile.think_open_id, profile.think_close_id
     return () if opening is None or closing is None else (opening, closing)
+
+
+def _reasoning_ids(profile: TargetProfile) -> tuple[int, ...]:
+    channels = profile.channels
+    return _think_ids(profile) if channels is None else tuple(channels.ids.values())
 
 
 def _excerpt(text: str) -> str:
