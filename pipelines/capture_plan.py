@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines.errors import PreflightFailed
+from pipelines.storage import listed, readable
 from pipelines.store import RunFolder, sha256_of, write_parquet
 from training.features import FEATURES_VERSION, INDEX_SCHEMA
 
@@ -53,8 +54,8 @@ class Part:
 
 def read_responses(run: RunFolder, sets: Sequence[str]) -> pa.Table:
     """The ok rows of the named sets by (set, sample id): the order of everything that follows."""
-    files = [file for name in sets for file in sorted((run.responses / name).glob("*.parquet"))]
-    tables = [pq.read_table(file, columns=_COLUMNS) for file in files]
+    files = [file for name in sets for file in listed(run.responses / name, "*.parquet")]
+    tables = [pq.read_table(readable(file), columns=_COLUMNS, partitioning=None) for file in files]
     rows = pa.concat_tables(tables) if tables else None
     rows = rows.filter(pc.equal(rows["status"], "ok")) if rows is not None else None
     if rows is None or rows.num_rows == 0:

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Protocol, TypeVar
 import typer
 from rich.console import Console
 
-from pipelines.errors import BadRecipe, RunError
-from pipelines.store import STAGES, RunFolder
+from pipelines.errors import BadRecipe, RunError, StorageFailed
+from pipelines.store import STAGES, RunFolder, open_run
 from pipelines.telemetry import configure_logging
 
 INTERRUPTED = 130
@@ -50,6 +50,10 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change one key, e.g. train.epochs=2."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+Again = Annotated[bool, typer.Option("--again", help="Do it once more.")]
+RetryFailed = Annotated[
+    bool, typer.Option("--retry-failed", help="Ask the prompts again that no server answered.")
+]
 
 
 @app.command()
@@ -60,6 +64,7 @@ def run(
         Stage | None, typer.Option("--from", help="Do this stage and all later ones once more.")
     ] = None,
     last: Annotated[Stage | None, typer.Option("--until", help="Stop after this stage.")] = None,
+    retry_failed: RetryFailed = False,
     as_json: Json = False,
 ) -> None:
     """Run all stages; go on where the run folder is."""
@@ -72,14 +77,28 @@ def run(
             change=f"the order is {', '.join(STAGES)}",
         )
     # Stages before `--from` are looked at, and made if they are missing, but never made again.
-    _run(recipe, overrides, STAGES[:end], STAGES[start:] if first else (), as_json=as_json)
+    again = STAGES[start:] if first else ()
+    _run(recipe, overrides, STAGES[:end], again, retry_failed=retry_failed, as_json=as_json)
+
+
+@app.command()
+def generate(
+    recipe: RecipePath,
+    overrides: Overrides = [],  # noqa: B006 - typer reads it, nobody changes it
+    again: Again = False,
+    retry_failed: RetryFailed = False,
+    as_json: Json = False,
+) -> None:
+    """Have the target answer the prompts; keep its exact tokens."""
+    later = STAGES[STAGES.index("generate") :] if again else ()
+    _run(recipe, overrides, ("generate",), later, retry_failed=retry_failed, as_json=as_json)
 
 
 def _stage_command(stage: str, text: str) -> None:
     def command(
         recipe: RecipePath,
         overrides: Overrides = [],  # noqa: B006 - typer reads it, nobody changes it
-        again: Annotated[bool, typer.Option("--again", help="Do it once more.")] = False,
+        again: Again = False,
         as_json: Json = False,
     ) -> None:
         later = STAGES[STAGES.index(stage) :]
@@ -90,7 +109,6 @@ def _stage_command(stage: str, text: str) -> None:
 
 
 _stage_command("prepare", "Read the sources, render the chat template, tokenise once.")
-_stage_command("generate", "Have the target answer the prompts; keep its exact tokens.")
 _stage_command("capture", "Run the answers through the target once more; keep hidden states.")
 _stage_command("train", "Train the draft.")
 _stage_command("export", "Write the draft as SGLang loads it, and prove that it loads.")
@@ -182,7 +200,8 @@ def main() -> None:
         app()
         code = 0
     except RunError as error:
-        logging.error("%s: %s", _TITLES[error.exit_code], error)
+        is_storage = isinstance(error, StorageFailed)
+        logging.error("%s: %s", "stopped" if is_storage else _TITLES[error.exit_code], error)
         code = error.exit_code
     except SystemExit as end:  # typer ends so: its own usage errors are 2, Ctrl-C is 130
         code = end.code if isinstance(end.code, int) else 0
@@ -208,15 +227,21 @@ def _interrupt(_signal: int, _frame: Any) -> None:
 
 
 def _run(
-    path: Path, overrides: list[str], stages: tuple[str, ...], again: tuple[str, ...], as_json: bool
+    path: Path,
+    overrides: list[str],
+    stages: tuple[str, ...],
+    again: tuple[str, ...],
+    *,
+    retry_failed: bool = False,
+    as_json: bool,
 ) -> None:
     from pipelines.recipe import load_recipe
-    from pipelines.run import done_stages, run_stages
+    from pipelines.run import done_stages, run_of, run_stages
     from pipelines.summary import render, summarise
 
     recipe = load_recipe(path, overrides)
-    results = run_stages(recipe, stages=stages, again=again)
-    run = RunFolder(Path(recipe.run_folder))
+    results = run_stages(recipe, stages=stages, again=again, retry_failed=retry_failed)
+    run = run_of(recipe)
     if stages[-1] == STAGES[-1] and (
         not run.report.exists() or any(not r.was_done for r in results)
     ):
@@ -257,7 +282,7 @@ def _run_folder(path: Path) -> RunFolder:
             expected="the folder that run_folder names in a recipe",
             change="check the path",
         )
-    return RunFolder(path.resolve())
+    return open_run(path.resolve())
 
 
 def _serve(

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from pipelines.errors import BadRecipe, PreflightFailed
 from pipelines.recipe import Recipe, load_recipe
+from pipelines.storage import Location, readable
 from pipelines.store import RunFolder, read_manifest
 
 
@@ -152,12 +153,12 @@ def read_stages(run: RunFolder) -> dict[str, Any]:
 
 
 def parquet_rows(
-    files: Sequence[Path], columns: Sequence[str] | None = None
-) -> Iterator[tuple[Path, dict[str, Any]]]:
+    files: Sequence[Location], columns: Sequence[str] | None = None
+) -> Iterator[tuple[Location, dict[str, Any]]]:
     """Rows of Parquet files, batch by batch. Raises `Broken` on a file that cannot be read."""
     for path in files:
         try:
-            file = pq.ParquetFile(path)
+            file = pq.ParquetFile(readable(path))
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 for row in batch.to_pylist():
                     yield path, row

@@ -17,6 +17,7 @@ from pipelines.charts import Bar, Line, bar_chart, histogram, line_chart
 from pipelines.errors import BadRecipe
 from pipelines.page import TEMPLATE
 from pipelines.recipe import PromptSet, Recipe, load_recipe
+from pipelines.storage import Location, listed, readable
 from pipelines.store import STAGES, RunFolder, read_manifest, write_atomically
 from pipelines.telemetry import duration
 
@@ -181,15 +182,15 @@ def _set_row(
 def _prompt_lengths(run: RunFolder, name: str) -> list[int]:
     lengths: list[int] = []
     for path in sorted((run.prompts / name).glob("*.parquet")):
-        for batch in pq.ParquetFile(path).iter_batches(columns=["prompt_ids"]):
+        for batch in pq.ParquetFile(readable(path)).iter_batches(columns=["prompt_ids"]):
             lengths += pc.list_value_length(batch["prompt_ids"]).to_pylist()
     return lengths
 
 
 def _answer_lengths(run: RunFolder, name: str) -> list[int]:
     lengths: list[int] = []
-    for path in sorted((run.responses / name).glob("*.parquet")):
-        for batch in pq.ParquetFile(path).iter_batches(columns=["usage"]):
+    for path in listed(run.responses / name, "*.parquet"):
+        for batch in pq.ParquetFile(readable(path)).iter_batches(columns=["usage"]):
             lengths += pc.struct_field(batch["usage"], "completion_tokens").to_pylist()
     return lengths
 
@@ -356,9 +357,9 @@ def _samples(recipe: Recipe, run: RunFolder) -> list[dict[str, Any]]:
     return [_sample(row) for row in samples]
 
 
-def _some_rows(folder: Path, count: int) -> list[dict[str, Any]]:
-    files = sorted(folder.glob("*.parquet"))
-    sizes = [pq.read_metadata(path).num_rows for path in files]
+def _some_rows(folder: Location, count: int) -> list[dict[str, Any]]:
+    files = listed(folder, "*.parquet")
+    sizes = [pq.read_metadata(readable(path)).num_rows for path in files]
     chosen = sorted(random.Random(0).sample(range(sum(sizes)), min(count, sum(sizes))))
     rows: list[dict[str, Any]] = []
     start = 0
@@ -367,7 +368,7 @@ def _some_rows(folder: Path, count: int) -> list[dict[str, Any]]:
     for path, size in zip(files, sizes, strict=True):
         wanted = [at - start for at in chosen if start <= at < start + size]
         start += size
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=256, columns=columns):
+        for batch in pq.ParquetFile(readable(path)).iter_batches(batch_size=256, columns=columns):
             here = [at for at in wanted if 0 <= at < batch.num_rows]
             rows += batch.take(pa.array(here, pa.int64())).to_pylist()
             wanted = [at - batch.num_rows for at in wanted if at >= batch.num_rows]

@@ -1,6 +1,8 @@
 """A run: which stages are done, which are next, and the one table at the end."""
 
+import errno
 import importlib
+import json
 import logging
 import shutil
 import signal
@@ -13,13 +15,17 @@ from typing import Any
 
 from pipelines.errors import BadRecipe, PreflightFailed
 from pipelines.recipe import Recipe, dump_recipe, fingerprint
+from pipelines.segments import reopen_failed
+from pipelines.storage import RemotePath, storage_failed
 from pipelines.store import (
     STAGES,
     RunFolder,
     forget_stages,
     read_manifest,
     record_stage,
+    stage_files,
     write_atomically,
+    write_json,
 )
 from pipelines.telemetry import EventLog, duration
 
@@ -39,28 +45,43 @@ class StageResult:
 
 
 def run_stages(
-    recipe: Recipe, *, stages: Sequence[str] = STAGES, again: Sequence[str] = ()
+    recipe: Recipe,
+    *,
+    stages: Sequence[str] = STAGES,
+    again: Sequence[str] = (),
+    retry_failed: bool = False,
 ) -> list[StageResult]:
     """Run the stages in order, skipping those that are done; those in `again` are made once more.
+
+    With `retry_failed`, rows that no server answered are asked again, and what came after them is
+    made again where there are any.
 
     Raises `BadRecipe` when the folder holds the work of another recipe, and whatever a stage
     raises; what was durable by then stays, and the next call goes on from there.
     """
-    run = RunFolder(Path(recipe.run_folder))
+    run = run_of(recipe)
     run.create()
-    with run.lock():
+    with _storage_stops(run), run.lock():
         if again:
             _forget(recipe, run, again)
         _refuse_another_recipe(recipe, run)
+        _refuse_foreign_store(recipe, run)
         write_atomically(run.recipe, dump_recipe(recipe).encode())
         events = EventLog(run)
+        if retry_failed:
+            _reopen(recipe, run, events)
         with _ray_when_needed(recipe) as start_ray:
             return [_run_stage(recipe, run, stage, events, start_ray) for stage in stages]
 
 
+def run_of(recipe: Recipe) -> RunFolder:
+    """The run that a recipe makes, with its store."""
+    return RunFolder(Path(recipe.run_folder), recipe.generate.store)
+
+
 def done_stages(recipe: Recipe) -> list[StageResult]:
     """The stages that are done, in order, up to the first that is not."""
-    run = RunFolder(Path(recipe.run_folder))
+    run = run_of(recipe)
     results: list[StageResult] = []
     for stage in STAGES:
         entry = _done(recipe, run, stage)
@@ -91,7 +112,8 @@ def _run_stage(
     started = time.monotonic()
     try:
         verb = getattr(importlib.import_module(f"pipelines.{stage}"), stage)
-        counts = verb(recipe, run, events)
+        with _storage_stops(run):
+            counts = verb(recipe, run, events)
     except BaseException as error:
         events.append("stage_stopped", stage=stage, error=type(error).__name__)
         raise
@@ -103,16 +125,33 @@ def _run_stage(
     return StageResult(stage, counts, seconds, was_done=False)
 
 
+@contextmanager
+def _storage_stops(run: RunFolder) -> Iterator[None]:
+    """A full disk, or a store out of reach, whoever met it: no bug, and no reason to go on."""
+    try:
+        yield
+    except OSError as error:
+        where = run.responses
+        stop = None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            stop = storage_failed(error, run.root)
+        elif error.errno is None and isinstance(where, RemotePath):
+            stop = storage_failed(error, where, patient=False)
+        if stop is None:
+            raise
+        raise stop from error
+
+
 def _done(recipe: Recipe, run: RunFolder, stage: str) -> dict[str, Any] | None:
     """The manifest's entry of a stage that is done and whose files are there, else None."""
     entry: dict[str, Any] | None = read_manifest(run)["stages"].get(stage)
     if entry is None or entry["fingerprint"] != fingerprint(recipe, stage):
         return None
+    sizes = {run.name_of(path): path.stat().st_size for path in stage_files(run, stage)}
     for name, file in entry["files"].items():
-        path = run.root / name
-        if not path.is_file() or path.stat().st_size != file["bytes"]:
+        if name not in sizes or sizes[name] != file["bytes"]:
             raise PreflightFailed(
-                f"{path} is missing or has another size than when {stage} made it",
+                f"{run.locate(name)} is missing or has another size than when {stage} made it",
                 expected=f"{file['bytes']} bytes",
                 change=f"restore it, or make it again with `eyas run RECIPE --from {stage}`",
             )
@@ -145,6 +184,35 @@ def _refuse_mixed_responses(recipe: Recipe, run: RunFolder) -> None:
             expected=f"the prompts, sampling and gates of {run.recipe}",
             change="set another run_folder",
         )
+
+
+def _refuse_foreign_store(recipe: Recipe, run: RunFolder) -> None:
+    """A store belongs to one way of asking, whichever folder a run looks at it from."""
+    if run.store is None:
+        return
+    mark = fingerprint(recipe, "generate")
+    try:
+        origin = json.loads(run.origin.read_bytes())
+    except FileNotFoundError:
+        write_json(run.origin, {"recipe": recipe.name, "fingerprint": mark})
+        return
+    if origin["fingerprint"] != mark:
+        raise BadRecipe(
+            f"{run.responses} holds responses of another recipe ({origin['recipe']}), or made "
+            "with other prompts, sampling or gates",
+            expected="one store for one recipe",
+            change="set another generate.store",
+        )
+
+
+def _reopen(recipe: Recipe, run: RunFolder, events: EventLog) -> None:
+    """Have failed rows asked again, and everything made again that came after them."""
+    counts = {one.name: reopen_failed(run, one.name) for one in recipe.prompts.train}
+    total = sum(counts.values())
+    logger.info("%s failed rows are asked again", f"{total:,}")
+    if total:
+        events.append("failed_reopened", sets=counts)
+        _forget(recipe, run, STAGES[STAGES.index("generate") :])
 
 
 def _forget(recipe: Recipe, run: RunFolder, stages: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ from pipelines.storage import (
     Location,
     RemotePath,
     atomic_file,
+    contents,
     for_each,
     listed,
     readable,
@@ -297,7 +298,7 @@ def _read(
 def _read_segment(
     location: Location, columns: Sequence[str], *, check: bool, scratch: Path | None
 ) -> tuple[pa.Table, int]:
-    content = _content(location)
+    content = contents(location)
     if check and _checksum(content) != location.stem.rpartition("-")[2]:
         raise _damaged(location, "its content does not have the checksum in its name")
     if scratch and _is_remote_segment(location):
@@ -306,14 +307,6 @@ def _read_segment(
         _check_schema(location, file.schema)
         table = file.read_all().select(columns)
     return table.take(np.arange(table.num_rows)), content.size  # a copy: the rest can go
-
-
-def _content(segment: Location) -> pa.Buffer:
-    """Mapped, so that columns which nobody asks for are not read; from a store, in one piece."""
-    if isinstance(segment, Path):
-        with pa.memory_map(str(segment)) as source:
-            return source.read_buffer()
-    return pa.py_buffer(segment.read_bytes())
 
 
 def _reports(table: pa.Table) -> list[RowReport]:
@@ -375,7 +368,7 @@ def _whole(location: Location) -> pa.Table:
     """All of a file that the index has read, and checked, a moment ago."""
     if location.suffix == ".parquet":
         return pq.read_table(readable(location), partitioning=None, use_threads=False)
-    return pa.ipc.open_file(_content(location)).read_all()
+    return pa.ipc.open_file(contents(location)).read_all()
 
 
 def _write_parts(

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from pipelines.errors import BadRecipe
 from pipelines.recipe import Recipe, load_recipe
+from pipelines.storage import Location, contents, for_each, listed, newest, readable
 from pipelines.store import STAGES, RunFolder, read_manifest
 from pipelines.telemetry import duration
 
@@ -230,9 +231,10 @@ def _alarms(run: RunFolder, state: str, now: float, events: list[dict[str, Any]]
 def _freshest(run: RunFolder, events: list[dict[str, Any]]) -> float | None:
     """When anything of the run was last written: an event, a segment, a shard, a metric."""
     folders = [run.training, run.features, run.checkpoints]
-    folders += run.segments.iterdir() if run.segments.exists() else ()
     times = [folder.stat().st_mtime for folder in folders if folder.exists()]
     metrics = run.training / "metrics.jsonl"
+    rows = newest(run.segments)
+    times += [] if rows is None else [rows]
     times += [metrics.stat().st_mtime] if metrics.exists() else ()
     times += [events[-1]["at"]] if events else ()
     return max(times, default=None)
@@ -368,9 +370,11 @@ def _live_rate(
     match stage:
         case "generate":
             fresh = [
-                path for path in run.segments.glob("*/*.arrow") if path.stat().st_mtime >= started
+                path
+                for path in listed(run.segments, "*/*.arrow")
+                if path.stat().st_mtime >= started
             ]
-            return sum(_arrow_rows(path) for path in fresh) / elapsed
+            return sum(for_each(_arrow_rows, fresh)) / elapsed
         case "capture":
             shards = (
                 event["samples"]
@@ -394,20 +398,21 @@ def _sets(run: RunFolder, recipe: Recipe | None) -> tuple[SetStatus, ...]:
 def _set(run: RunFolder, name: str) -> SetStatus:
     total = sum(_rows(path) for path in (run.prompts / name).glob("*.parquet"))
     statuses: Counter[str] = Counter()
-    segments = sorted((run.segments / name).glob("*.arrow"))
-    committed = [*(run.responses / name).glob("part-*.parquet")]
-    committed += (run.rejected_responses / name).glob("part-*.parquet")
+    segments = listed(run.segments / name, "*.arrow")
+    committed = listed(run.responses / name, "part-*.parquet")
+    committed += listed(run.rejected_responses / name, "part-*.parquet")
     if segments:
         # While segments are there a row may lie in several files; the best version counts.
         best: dict[str, str] = {}
-        for path in (*segments, *committed):
-            for sample_id, state in _ids_and_statuses(path):
+        for found in for_each(_ids_and_statuses, [*segments, *committed]):
+            for sample_id, state in found:
                 if sample_id not in best or _rank(state) < _rank(best[sample_id]):
                     best[sample_id] = state
         statuses.update(best.values())
     else:
         for path in committed:
-            counted = pc.value_counts(pq.read_table(path, columns=["status"], partitioning=None)[0])
+            table = pq.read_table(readable(path), columns=["status"], partitioning=None)
+            counted = pc.value_counts(table["status"])
             statuses.update({one["values"]: one["counts"] for one in counted.to_pylist()})
     bad = Counter({state: count for state, count in statuses.items() if state != "ok"})
     return SetStatus(
@@ -425,16 +430,13 @@ def _rank(state: str) -> int:
     return {"ok": 0, "rejected": 1}.get(state.partition(":")[0], 2)
 
 
-def _ids_and_statuses(path: Path) -> list[tuple[str, str]]:
+def _ids_and_statuses(path: Location) -> list[tuple[str, str]]:
     columns = ["sample_id", "status"]
     if path.suffix == ".parquet":
-        table = pq.read_table(path, columns=columns, partitioning=None)
+        table = pq.read_table(readable(path), columns=columns, partitioning=None)
     else:
         try:
-            with pa.memory_map(str(path)) as source:
-                # Two columns of the mapped file: the others are not touched.
-                table = pa.ipc.open_file(source).read_all().select(columns)
-                return list(zip(*(table[name].to_pylist() for name in columns), strict=True))
+            table = pa.ipc.open_file(contents(path)).read_all().select(columns)
         except FileNotFoundError:  # a commit replaced it a moment ago
             return []
     return list(zip(*(table[name].to_pylist() for name in columns), strict=True))
@@ -445,11 +447,10 @@ def _rows(path: Path) -> int:
     return count
 
 
-def _arrow_rows(path: Path) -> int:
+def _arrow_rows(path: Location) -> int:
     try:
-        with pa.memory_map(str(path)) as source:
-            file = pa.ipc.open_file(source)
-            return sum(file.get_batch(at).num_rows for at in range(file.num_record_batches))
+        file = pa.ipc.open_file(contents(path))
+        return sum(file.get_batch(at).num_rows for at in range(file.num_record_batches))
     except FileNotFoundError:  # a commit replaced it a moment ago
         return 0
 

@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import pyarrow as pa
 from pyarrow import fs
 
-from pipelines.errors import BadRecipe, RunError, StorageFailed
+from pipelines.errors import BadRecipe, StorageFailed
 
 _OPTIONS = {
     "file": frozenset[str](),
@@ -132,7 +132,8 @@ class RemotePath:
 
     def open(self) -> pa.NativeFile:
         """Open for reading at any place."""
-        return _connect(self.store).open_input_file(self.key)
+        with storage_faults(self):
+            return _connect(self.store).open_input_file(self.key)
 
     def read_bytes(self) -> bytes:
         """The whole content."""
@@ -142,7 +143,7 @@ class RemotePath:
 
     def write_bytes(self, content: bytes | memoryview) -> None:
         """Put the object in one piece, which appears whole or not at all; look that it is there."""
-        with _connect(self.store).open_output_stream(self.key) as stream:
+        with storage_faults(self), _connect(self.store).open_output_stream(self.key) as stream:
             stream.write(content)
         seen = RemotePath(self.store, self.key).stat().st_size
         if seen != len(content):
@@ -151,17 +152,20 @@ class RemotePath:
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove the object."""
         try:
-            _connect(self.store).delete_file(self.key)
+            with storage_faults(self):
+                _connect(self.store).delete_file(self.key)
         except FileNotFoundError:
             if not missing_ok:
                 raise
 
     def _info(self) -> fs.FileInfo:
-        return _connect(self.store).get_file_info([self.key])[0]
+        with storage_faults(self):
+            return _connect(self.store).get_file_info([self.key])[0]
 
     def _below(self, *, recursive: bool) -> list["RemotePath"]:
         selector = fs.FileSelector(self.key, allow_not_found=True, recursive=recursive)
-        found = _connect(self.store).get_file_info(selector)
+        with storage_faults(self):
+            found = _connect(self.store).get_file_info(selector)
         return sorted(
             RemotePath(self.store, info.path.strip("/"), _stat_of(info))
             for info in found
@@ -209,6 +213,14 @@ def listed(folder: Location, pattern: str) -> list[Location]:
 def readable(location: Location) -> str | pa.NativeFile:
     """What pyarrow's readers take for a location."""
     return str(location) if isinstance(location, Path) else location.open()
+
+
+def contents(location: Location) -> pa.Buffer:
+    """All of a file: mapped, so that what nobody asks for is not read; fetched from a store."""
+    if isinstance(location, Path):
+        with pa.memory_map(str(location)) as source:
+            return source.read_buffer()
+    return pa.py_buffer(location.read_bytes())
 
 
 @contextlib.contextmanager
@@ -282,17 +294,22 @@ def storage_faults(location: Location) -> Iterator[None]:
         raise failed from error
 
 
-def storage_failed(error: OSError, location: Location) -> RunError | None:
-    """What a person has to mend before anything can be written at `location`, if that is it."""
+def storage_failed(
+    error: OSError, location: Location, *, patient: bool = True
+) -> StorageFailed | None:
+    """What a person has to mend before anything can be written at `location`, if that is it.
+
+    A store that does not answer may do so in a moment: `patient` says that somebody tries again.
+    """
     if isinstance(location, RemotePath):
-        if not any(word in str(error) for word in _REMOTE_FAULTS):
+        if patient and not any(word in str(error) for word in _REMOTE_FAULTS):
             return None
         return StorageFailed(
             f"{location} cannot be used: {error}",
-            expected="a bucket that exists, and keys in the environment that may read, list, "
-            "write and delete there",
-            change="mend the keys, the quota or the bucket; what is stored is whole, and the same "
-            "command goes on",
+            expected="a store that answers, with a bucket that exists, and keys in the environment "
+            "that may read, list, write and delete there",
+            change="mend the keys, the quota, the bucket or the way there; what is stored is "
+            "whole, and the same command goes on",
         )
     if error.errno not in _LOCAL_FAULTS:
         return None

@@ -16,7 +16,7 @@ import yaml
 
 from pipelines.errors import BadRecipe, PreflightFailed
 from pipelines.lease import hold_lease
-from pipelines.storage import Location, RemotePath, atomic_file, location_of
+from pipelines.storage import Location, RemotePath, atomic_file, location_of, storage_faults
 from pipelines.storage import sha256_of as sha256_of
 from pipelines.storage import write_atomically as write_atomically
 
@@ -170,21 +170,22 @@ class RunFolder:
 
     @contextmanager
     def _lock_folder(self) -> Iterator[None]:
-        with (self.root / ".lock").open("a+") as handle:
+        with (self.root / ".lock").open("a+b", buffering=0) as handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
                 handle.seek(0)
+                holder = handle.read().decode()
                 raise PreflightFailed(
-                    f"the run folder {self.root} is held by another run ({handle.read().strip()})",
+                    f"the run folder {self.root} is held by another run ({holder})",
                     expected="one writer for a run folder",
                     change="wait for that run, stop it, or set another run_folder",
                 ) from error
-            handle.truncate(0)
-            handle.write(f"pid {os.getpid()}")
-            handle.flush()
+            with storage_faults(self.root):
+                handle.truncate(0)
+                handle.write(f"pid {os.getpid()}".encode())
             yield
 
 
@@ -198,7 +199,7 @@ def open_run(root: Path) -> RunFolder:
     return RunFolder(root, store if isinstance(store, str) else None)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Location, value: Any) -> None:
     """Write JSON that a person can read, atomically. NaN and Infinity are refused."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomically(path, text.encode() + b"\n")

@@ -1,5 +1,6 @@
 """Facts for machines: events as JSON lines, and progress lines for people."""
 
+import errno
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from pipelines.storage import storage_faults
 from pipelines.store import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -20,13 +22,21 @@ class EventLog:
         self._path = run.events
 
     def append(self, kind: str, **facts: Any) -> None:
-        """Write one event, whole or not at all: a single `write` on an append-only handle."""
-        line = json.dumps({"at": round(time.time(), 3), "event": kind, **facts}, allow_nan=False)
-        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(handle, line.encode() + b"\n")
-        finally:
-            os.close(handle)
+        """Write one event, whole or not at all: a single `write` on an append-only handle.
+
+        Raises `StorageFailed` where there is no room or no permission.
+        """
+        fact = {"at": round(time.time(), 3), "event": kind, **facts}
+        line = json.dumps(fact, allow_nan=False).encode() + b"\n"
+        with storage_faults(self._path):
+            handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                before = os.fstat(handle).st_size
+                if os.write(handle, line) < len(line):  # as much as there was room for
+                    os.ftruncate(handle, before)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            finally:
+                os.close(handle)
 
 
 class Progress:
