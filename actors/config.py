@@ -2,7 +2,18 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from actors.launch_rules import refuse_argument, refuse_variable
 
 _Probability = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -27,16 +38,61 @@ class Sampling(BaseModel, frozen=True, extra="forbid", strict=True):
         return self
 
 
-class EmbeddedServers(BaseModel, frozen=True, extra="forbid", strict=True):
+class Supervised(BaseModel, frozen=True, extra="forbid", strict=True):
+    """How a server that we start is kept alive. Comfort only: nothing here changes a row."""
+
+    count: PositiveInt
+    ready_seconds: PositiveFloat = 180.0  # from its start to its first healthy answer
+    restarts_per_hour: NonNegativeInt = 6  # one more death within an hour, and it is given up
+    restart_seconds: PositiveFloat = 5.0  # before the first restart; doubles, capped at 5 minutes
+    # Without one healthy answer for so long, a running server counts as dead. SGLang's own watchdog
+    # ends a stuck one after 300 s.
+    unhealthy_seconds: PositiveFloat = 420.0
+
+
+class EmbeddedServers(Supervised, frozen=True, extra="forbid", strict=True):
     """Start the embedded engine, one process per server, on this machine's CPU or one GPU each."""
 
     kind: Literal["embedded"]
-    count: PositiveInt
     dtype: Literal["float32", "bfloat16"]
     device: Literal["cpu", "cuda"]
     threads_per_server: PositiveInt
     max_running_requests: PositiveInt
-    ready_seconds: PositiveFloat = 180.0
+
+
+ArgumentValue = bool | int | float | str | tuple[int | float | str, ...]
+
+
+class LaunchedServers(Supervised, frozen=True, extra="forbid", strict=True):
+    """Start stock SGLang servers, each with `tensor_parallel_size` GPUs of one node."""
+
+    kind: Literal["launch"]
+    python: str  # the interpreter of the environment that SGLang is installed in
+    tensor_parallel_size: PositiveInt
+    device: Literal["cpu", "cuda"]
+    # loopback: the servers live on the driver's node and so must the workers. network: on any node,
+    # listening on that node's address, without a password: for a closed network only.
+    listen: Literal["loopback", "network"] = "loopback"
+    # SGLang's options without their dashes; `true` is a flag, a list is several values.
+    arguments: dict[str, ArgumentValue] = Field(default_factory=dict)
+    environment: dict[str, str] = Field(default_factory=dict)  # kept in the recipe: no secrets
+    ready_seconds: PositiveFloat = 1800.0  # a large target takes long to load
+
+    @field_validator("arguments")
+    @classmethod
+    def _arguments_are_the_recipes_to_give(
+        cls, given: dict[str, ArgumentValue]
+    ) -> dict[str, ArgumentValue]:
+        for name, value in given.items():
+            refuse_argument(name, value, others=given)
+        return given
+
+    @field_validator("environment")
+    @classmethod
+    def _variables_are_no_secrets(cls, given: dict[str, str]) -> dict[str, str]:
+        for name in given:
+            refuse_variable(name)
+        return given
 
 
 class AttachedServers(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -44,9 +100,35 @@ class AttachedServers(BaseModel, frozen=True, extra="forbid", strict=True):
 
     kind: Literal["attach"]
     urls: tuple[str, ...] = Field(min_length=1)
+    # One URL that stands for several servers: their loads and identities are then not known.
+    gateway: bool = False
+    ready_seconds: NonNegativeFloat = 0.0  # how long to wait for the first that answers
+
+    @field_validator("urls")
+    @classmethod
+    def _urls_are_distinct_and_carry_no_secret(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for url in given:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is no URL; write http://host:port")
+            if "@" in url or "?" in url:
+                raise ValueError(
+                    "a URL holds a user, a password or a query; the recipe is stored with the run: "
+                    "write http://host:port, and give a key in the variable EYAS_API_KEY"
+                )
+        if len({url.rstrip("/") for url in given}) != len(given):
+            raise ValueError(f"a URL comes twice in {list(given)}; give each server once")
+        return given
+
+    @model_validator(mode="after")
+    def _a_gateway_is_one_url(self) -> "AttachedServers":
+        if self.gateway and len(self.urls) != 1:
+            raise ValueError(f"gateway is true with {len(self.urls)} urls; give the gateway's only")
+        return self
 
 
-Servers = Annotated[EmbeddedServers | AttachedServers, Field(discriminator="kind")]
+Servers = Annotated[
+    EmbeddedServers | LaunchedServers | AttachedServers, Field(discriminator="kind")
+]
 
 
 class PoolConfig(BaseModel, frozen=True, extra="forbid", strict=True):

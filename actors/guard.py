@@ -1,8 +1,8 @@
-"""Runs a command in its own process group and ends the group when its owner dies.
+"""Runs a command in its own process group and ends all of it when its owner dies.
 
-`python -m actors.guard -- argv...`: the owner holds the other end of stdin. When that end closes,
-even because the owner was killed, or on SIGTERM, the whole group is ended. Returns the command's
-exit code.
+`python -I guard.py -- argv...`: the owner holds the other end of stdin. When that end closes,
+even because the owner was killed, or on SIGTERM, the whole group is ended, and what had left the
+group too. Returns the command's exit code.
 """
 
 import ctypes
@@ -12,16 +12,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 _GRACE_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command after `--`; return its exit code, 128 + n if signal n ended it."""
     if len(arguments) < 2 or arguments[0] != "--":
-        raise SystemExit("usage: python -m actors.guard -- command [argument...]")
+        raise SystemExit("usage: python -I guard.py -- command [argument...]")
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the command's orphans become this process's children
     child = subprocess.Popen(
         arguments[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_guard
     )
@@ -35,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     threading.Thread(target=_watch_owner, args=(child,), daemon=True).start()
     code = child.wait()
     _signal_group(child.pid, signal.SIGKILL)  # whatever the command itself left behind
+    _end_orphans()
     return code if code >= 0 else 128 - code
 
 
@@ -58,6 +62,28 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
     timer.start()
 
 
+def _end_orphans() -> None:
+    """Kill what left the group, and whatever that leaves in turn (Linux only)."""
+    while orphans := _children_of(os.getpid()):
+        for pid in orphans:
+            os.kill(pid, signal.SIGKILL)
+        for pid in orphans:
+            os.waitpid(pid, 0)
+
+
+def _children_of(parent: int) -> list[int]:
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # pid (name) state ppid ...; the name may hold blanks and brackets.
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        if int(fields[1]) == parent:
+            children.append(int(stat.parent.name))
+    return children
+
+
 def _signal_group(group: int, number: signal.Signals) -> None:
     try:
         os.killpg(group, number)
@@ -67,8 +93,12 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 def _die_with_guard() -> None:
     """In the child, before exec: die even if the guard itself is killed (Linux only)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

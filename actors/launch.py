@@ -1,4 +1,4 @@
-"""How an embedded server is started: its argument list and its environment. Starts nothing."""
+"""How a server is started: its argument list and its environment. Starts nothing."""
 
 import os
 import sys
@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.config import EmbeddedServers
+from actors.config import ArgumentValue, EmbeddedServers, LaunchedServers
+
+_GUARD = Path(__file__).resolve().with_name("guard.py")
+# What this process's interpreter and Ray put into the environment is not for a server that has
+# an environment of its own, and neither is our key.
+_NOT_INHERITED = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS"}
+_PREFIXES_NOT_INHERITED = ("RAY_", "EYAS_")
 
 
 @dataclass(frozen=True)
@@ -26,16 +32,58 @@ class EngineOptions:
         )
 
 
+@dataclass(frozen=True)
+class StartPlan:
+    """Everything that starting one server needs, but the port."""
+
+    name: str
+    config: EmbeddedServers | LaunchedServers
+    target: Path
+    options: EngineOptions
+    logs: Path
+
+    @property
+    def log(self) -> Path:
+        """What the server writes."""
+        return self.logs / f"{self.name}.log"
+
+    @property
+    def ready_file(self) -> Path | None:
+        """Where the embedded engine says its URL; None for SGLang, which gets its port from us."""
+        is_embedded = isinstance(self.config, EmbeddedServers)
+        return self.logs / f".{self.name}.ready" if is_embedded else None
+
+    def command(self, host: str, port: int) -> list[str]:
+        """The argument list under the guard. Port 0 lets the embedded engine choose."""
+        match self.config:
+            case EmbeddedServers():
+                assert self.ready_file is not None
+                server = embedded_command(
+                    self.config, self.target, self.options, self.ready_file, port
+                )
+            case LaunchedServers():
+                server = launched_command(self.config, self.target, self.options, host, port)
+        # Isolated: the guard is a file of its own, and the server's PYTHONPATH is not for it.
+        return [sys.executable, "-I", str(_GUARD), "--", *server]
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """What the server finds in its environment."""
+        match self.config:
+            case EmbeddedServers():
+                return embedded_environment(self.config, inherited)
+            case LaunchedServers():
+                return launched_environment(self.config, inherited)
+
+
 def embedded_command(
-    config: EmbeddedServers, target: Path, options: EngineOptions, ready_file: Path
+    config: EmbeddedServers, target: Path, options: EngineOptions, ready_file: Path, port: int
 ) -> list[str]:
-    """The argument list of one embedded server, under its guard."""
+    """The argument list of one embedded server."""
     command = [
-        *(sys.executable, "-m", "actors.guard", "--"),
         *(sys.executable, "-m", "actors.reference"),
         *("--target", str(target)),
         *("--host", "127.0.0.1"),
-        *("--port", "0"),
+        *("--port", str(port)),
         *("--ready-file", str(ready_file)),
         *("--dtype", config.dtype),
         *("--device", config.device),
@@ -65,3 +113,44 @@ def embedded_environment(config: EmbeddedServers, inherited: Mapping[str, str]) 
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def launched_command(
+    config: LaunchedServers, target: Path, options: EngineOptions, host: str, port: int
+) -> list[str]:
+    """The argument list of one SGLang server. The recipe's arguments follow ours."""
+    if options.draft is not None or options.capture_folder is not None:
+        raise ValueError("drafts and capture are for embedded servers")
+    command = [
+        *(config.python, "-m", "sglang.launch_server"),
+        *("--model-path", str(target)),
+        *("--host", host),
+        *("--port", str(port)),
+        *("--tp-size", str(config.tensor_parallel_size)),
+        *("--device", config.device),
+    ]
+    if options.context_length is not None:
+        command += ["--context-length", str(options.context_length)]
+    for name, value in config.arguments.items():
+        command += [f"--{name}", *_words(value)]
+    return command
+
+
+def launched_environment(config: LaunchedServers, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment of one SGLang server: ours without what belongs to us, then the recipe's."""
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if name not in _NOT_INHERITED and not name.startswith(_PREFIXES_NOT_INHERITED)
+    }
+    return {**kept, "PYTHONUNBUFFERED": "1", **config.environment}
+
+
+def _words(value: ArgumentValue) -> list[str]:
+    match value:
+        case True:
+            return []
+        case tuple():
+            return [str(one) for one in value]
+        case _:
+            return [str(value)]

@@ -28,10 +28,10 @@ from actors import capture_file
 from actors.capture_file import CapturedStates, CaptureFault
 from actors.config import EmbeddedServers
 from actors.errors import BadReply, ServerFailed
+from actors.fleet import running_servers
 from actors.launch import EngineOptions
 from actors.pool import Completed, Failed, Pool
 from actors.protocol import Completion, GenerateRequest
-from actors.server import running_servers
 from pipelines.capture_plan import (
     Part,
     Shard,
@@ -179,8 +179,9 @@ def _capture_missing(
                 options=EngineOptions(capture_folder=folder, capture_layer_ids=layer_ids),
                 logs=run.logs,
                 label="capture",
-            ) as urls:
-                return asyncio.run(CaptureSession(recipe, run, events, plan, folder).run(urls))
+            ) as fleet:
+                session = CaptureSession(recipe, run, events, plan, folder)
+                return asyncio.run(session.run(fleet.urls))
         except ServerFailed as error:
             raise PreflightFailed(
                 f"the capture server failed: {error}",

@@ -23,10 +23,10 @@ import torch
 
 from actors.config import EmbeddedServers, Sampling
 from actors.errors import BadReply, ServerFailed
+from actors.fleet import running_servers
 from actors.launch import EngineOptions
 from actors.pool import Failed, Pool
 from actors.protocol import Completion, GenerateRequest, sampling_params
-from actors.server import running_servers
 from pipelines.errors import PreflightFailed, VerificationFailed
 from pipelines.export import read_draft_config, write_untrained_draft
 from pipelines.recipe import Recipe, fingerprint
@@ -321,8 +321,8 @@ def _phase(
             options=options,
             logs=run.logs,
             label=f"evaluate-{phase}",
-        ) as urls:
-            measured = asyncio.run(_ask(recipe, run, phase, prompts, urls))
+        ) as fleet:
+            measured = asyncio.run(_ask(recipe, run, phase, prompts, fleet.urls))
     except ServerFailed as error:
         raise PreflightFailed(
             f"the evaluation server failed with the {phase} draft: {error}",

@@ -20,8 +20,10 @@ import pyarrow.parquet as pq
 
 from actors.config import EmbeddedServers
 from actors.errors import ServerFailed, ServerUnfit
+from actors.fit import Expectation
+from actors.fleet import running_servers
 from actors.launch import EngineOptions
-from actors.server import check_servers, running_servers
+from actors.preflight import Admission, model_context_tokens
 from pipelines.errors import PreflightFailed, QualityStop, VerificationFailed
 from pipelines.generate_worker import GenerateWorker, WorkerPlan
 from pipelines.quality import Stop, Window, judge_window
@@ -330,17 +332,12 @@ def _servers(recipe: Recipe, run: RunFolder, events: EventLog) -> Iterator[tuple
             options=EngineOptions(),
             logs=run.logs,
             label="generate",
-        ) as urls:
-            for one in check_servers(urls, target=target, need_context_tokens=need):
-                events.append(
-                    "server_checked",
-                    url=one.url,
-                    version=one.server.version,
-                    weight_version=one.model.weight_version,
-                    reasoning_parser=one.model.reasoning_parser,
-                    speculative_algorithm=one.server.speculative_algorithm,
-                )
-            yield urls
+            admission=Admission(
+                Expectation(target, need, model_context_tokens(target)), vocab_size=0
+            ),
+            on_event=lambda name, fields: events.append(name, **fields),
+        ) as fleet:
+            yield fleet.urls
     except ServerUnfit as error:
         raise PreflightFailed(error.seen, expected=error.expected, change=error.change) from error
     except ServerFailed as error:

@@ -13,7 +13,8 @@ PACKAGES = ("actors", "pipelines", "training")
 ALLOWED = {"actors": {"actors"}, "training": {"training"}, "pipelines": set(PACKAGES)}
 # Only these may know Ray or DeepSpeed; everything else runs in a plain interpreter.
 SHELLS = {
-    "actors/server.py",
+    "actors/mailbox.py",
+    "actors/fleet.py",
     "pipelines/capture.py",
     "pipelines/evaluate.py",
     "pipelines/generate.py",

@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
-GUARD = [sys.executable, "-m", "actors.guard", "--"]
+GUARD = [sys.executable, "-I", str(Path(__file__).parents[2] / "actors" / "guard.py"), "--"]
 # Starts a grandchild, says both pids, and waits for ever.
 FAMILY = (
     "import subprocess, sys, os, time\n"
@@ -19,6 +20,21 @@ FAMILY = (
 OWNER = (
     "import subprocess, sys, time\n"
     "guard = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)\n"
+    "time.sleep(600)\n"
+)
+
+
+# As FAMILY, but the grandchild leaves the group, and its parent ends before it.
+PARENT = (
+    "import subprocess, sys\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],\n"
+    "    start_new_session=True, stdout=subprocess.DEVNULL)\n"
+    "print(child.pid, flush=True)\n"
+)
+LEAVER = (
+    "import subprocess, sys, os, time\n"
+    "pid = subprocess.check_output([sys.executable, '-c', sys.argv[1]])\n"
+    "print(os.getpid(), int(pid), flush=True)\n"
     "time.sleep(600)\n"
 )
 
@@ -98,9 +114,21 @@ def test_what_the_command_leaves_behind_ends_too():
     assert wait_until_gone(pids) == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans can be found on Linux only")
+def test_a_grandchild_that_left_the_group_and_lost_its_parent_ends_too():
+    with subprocess.Popen(
+        [*GUARD, sys.executable, "-c", LEAVER, PARENT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        pids = [int(one) for one in process.stdout.readline().split()]
+        assert os.getpgid(pids[1]) not in (os.getpgid(pids[0]), os.getpgid(process.pid))
+        process.stdin.close()
+        process.wait(20)
+    assert wait_until_gone(pids) == []
+
+
 def test_without_a_command_it_says_how_it_is_used():
-    result = subprocess.run(
-        [sys.executable, "-m", "actors.guard"], capture_output=True, text=True, check=False
-    )
+    result = subprocess.run(GUARD[:-1], capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert "usage" in result.stderr

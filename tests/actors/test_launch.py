@@ -1,4 +1,4 @@
-"""How the embedded engine is called."""
+"""How servers are called: the embedded engine, and SGLang."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from actors.config import EmbeddedServers
-from actors.launch import EngineOptions, embedded_command, embedded_environment
+from actors.launch import (
+    EngineOptions,
+    StartPlan,
+    embedded_command,
+    embedded_environment,
+    launched_command,
+    launched_environment,
+)
+from tests.support.fake_sglang import fake_servers
 
 CONFIG = EmbeddedServers(
     kind="embedded",
@@ -16,6 +24,7 @@ CONFIG = EmbeddedServers(
     threads_per_server=2,
     max_running_requests=8,
 )
+READY = Path("/logs/r")
 
 
 def options_of(command):
@@ -30,12 +39,11 @@ def options_of(command):
 
 
 def test_a_plain_server_gets_what_the_recipe_says():
-    command = embedded_command(CONFIG, Path("/t"), EngineOptions(), Path("/logs/r"))
-    assert command[1:4] == ["-m", "actors.guard", "--"]
+    command = embedded_command(CONFIG, Path("/t"), EngineOptions(), READY, port=7)
     assert options_of(command) == {
         "--target": ["/t"],
         "--host": ["127.0.0.1"],
-        "--port": ["0"],
+        "--port": ["7"],
         "--ready-file": ["/logs/r"],
         "--dtype": ["float32"],
         "--device": ["cpu"],
@@ -52,7 +60,7 @@ def test_draft_and_capture_are_passed_on():
         capture_layer_ids=(1, 14, 26),
         context_length=99,
     )
-    found = options_of(embedded_command(CONFIG, Path("/t"), options, Path("/r")))
+    found = options_of(embedded_command(CONFIG, Path("/t"), options, READY, port=0))
     assert found["--draft"] == ["/d"]
     assert found["--speculative-num-steps"] == ["3"]
     assert found["--capture-folder"] == ["/dev/shm/x"]
@@ -77,3 +85,60 @@ def test_threads_are_bounded_and_actors_is_found_from_anywhere():
     paths = environment["PYTHONPATH"].split(os.pathsep)
     assert (Path(paths[0]) / "actors" / "guard.py").exists()
     assert paths[1] == "/other"
+
+
+def test_sglang_is_called_with_ours_first_and_then_the_recipes(tmp_path):
+    arguments = {"sleep-on-idle": True, "cuda-graph-bs-decode": (1, 2), "mem-fraction-static": 0.8}
+    config = fake_servers(tmp_path, arguments=arguments, tensor_parallel_size=4)
+    options = EngineOptions(context_length=99)
+    command = launched_command(config, Path("/t"), options, "10.0.0.5", 31000)
+    assert command[1:] == [
+        *("-m", "sglang.launch_server"),
+        *("--model-path", "/t"),
+        *("--host", "10.0.0.5"),
+        *("--port", "31000"),
+        *("--tp-size", "4"),
+        *("--device", "cpu"),
+        *("--context-length", "99"),
+        *("--fake-starts", str(tmp_path / "starts")),
+        "--sleep-on-idle",
+        *("--cuda-graph-bs-decode", "1", "2"),
+        *("--mem-fraction-static", "0.8"),
+    ]
+
+
+def test_sglang_lives_in_its_own_environment(tmp_path):
+    config = fake_servers(tmp_path, environment={"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": "/s"})
+    inherited = {
+        "PYTHONPATH": "/ours",
+        "VIRTUAL_ENV": "/ours/.venv",
+        "RAY_ADDRESS": "x",
+        "EYAS_API_KEY": "x",
+        "CUDA_VISIBLE_DEVICES": "3",
+        "HF_TOKEN": "theirs",
+    }
+    assert launched_environment(config, inherited) == {
+        "CUDA_VISIBLE_DEVICES": "3",
+        "HF_TOKEN": "theirs",
+        "PYTHONUNBUFFERED": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "PYTHONPATH": "/s",
+    }
+
+
+def test_drafts_and_capture_are_not_for_launched_servers(tmp_path):
+    options = EngineOptions(draft=Path("/d"), draft_steps=3)
+    with pytest.raises(ValueError, match="embedded"):
+        launched_command(fake_servers(tmp_path), Path("/t"), options, "127.0.0.1", 1)
+
+
+def test_both_run_under_a_guard_that_sees_nothing_of_their_environment(tmp_path):
+    for config in (CONFIG, fake_servers(tmp_path)):
+        plan = StartPlan("generate-0", config, Path("/t"), EngineOptions(), tmp_path)
+        command = plan.command("127.0.0.1", 7)
+        assert command[1] == "-I"
+        assert Path(command[2]).samefile(Path(__file__).parents[2] / "actors" / "guard.py")
+        assert command[3] == "--"
+        assert plan.log == tmp_path / "generate-0.log"
+        assert (plan.ready_file is None) == (config is not CONFIG)
+        assert "PYTHONPATH" in plan.environment({})
