@@ -27,6 +27,26 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_target(tmp_path_factory.mktemp("targets") / "tiny")
 
 
+@pytest.fixture
+def object_store(monkeypatch: pytest.MonkeyPatch):
+    """An S3 server with one empty bucket, and the keys for it in the environment."""
+    from tests.support.object_store import KEYS, serve_store
+
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    with serve_store() as store:
+        yield store
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A file system of half a megabyte, which a test may fill."""
+    from tests.support.small_disk import mounted
+
+    with mounted(tmp_path / "disk") as folder:
+        yield folder
+
+
 @pytest.fixture(scope="session")
 def local_ray():
     """One small Ray for the session."""
