@@ -43,13 +43,12 @@ class Answer:
     segments: tuple[tuple[str, int, int], ...]  # kind, start, end
     reasoning: str
     content: str
-    tool_calls: str  # JSON list
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> "Answer":
         """Take it from a row of `RESPONSE_SCHEMA`."""
         segments = tuple((one["kind"], one["start"], one["end"]) for one in row["segments"])
-        texts = ("sample_id", "status", "finish_reason", "reasoning", "content", "tool_calls")
+        texts = ("sample_id", "status", "finish_reason", "reasoning", "content")
         return Answer(
             output_ids=tuple(row["output_ids"]),
             segments=segments,
@@ -85,21 +84,21 @@ def next_prompt_ids(
     """What turn `len(answers) + 1` is asked with, or why it is not asked.
 
     `answers` are those of the same sample, from turn 1 on. A turn needs every earlier one to be
-    ok and whole: not rejected, not failed, not cut by length.
+    ok and whole: not rejected, not failed, not cut by length, and no call that waits for a tool's
+    result: nobody gives one, and templates keep the reasoning of an unfinished call.
     """
     if not answers:
         return tuple(prompt["prompt_ids"])
     assert len(answers) < turns_of(prompt)
     ids: list[int] = []
     for turn, answer in enumerate(answers, start=1):
-        if answer.status != "ok" or answer.finish_reason != "stop":
-            how = answer.status if answer.status != "ok" else "cut by length"
-            return NotAsked(EARLIER_TURN, f"turn {turn}, {answer.sample_id}, is {how}")
+        if (why := _ends_the_conversation(answer)) is not None:
+            return NotAsked(EARLIER_TURN, f"turn {turn}, {answer.sample_id}, {why}")
         said = _in_history(answer, rule, decode)
-        if said is None:
+        if not said:
             detail = (
-                f"turn {turn}, {answer.sample_id}: the template would change this answer in a way "
-                "that no choice of its ids gives"
+                f"turn {turn}, {answer.sample_id}: no run of this answer's ids is what the "
+                "template makes of it"
             )
             return NotAsked(HISTORY_NOT_EXACT, detail)
         ids += [*prompt["history"][turn - 1], *said]
@@ -126,16 +125,23 @@ def messages_before(
 
 
 def _message(answer: Answer, rule: HistoryRule) -> dict[str, Any]:
-    calls = json.loads(answer.tool_calls)
     message: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if rule.reasoning == "kept" and answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     elif rule.reasoning == "dropped":
         start, end = _off(answer, rule)
-        message["content"] = answer.content.lstrip(start).rstrip("" if calls else end)
-    if calls:
-        message["tool_calls"] = calls
+        message["content"] = answer.content.lstrip(start).rstrip(end)
     return message
+
+
+def _ends_the_conversation(answer: Answer) -> str | None:
+    if answer.status != "ok":
+        return f"is {answer.status}"
+    if answer.finish_reason != "stop":
+        return f"ended by {answer.finish_reason}"
+    if any(kind == "tool_call" for kind, _, _ in answer.segments):
+        return "calls a tool"
+    return None
 
 
 def _in_history(answer: Answer, rule: HistoryRule, decode: Decode) -> tuple[int, ...] | None:
@@ -144,10 +150,9 @@ def _in_history(answer: Answer, rule: HistoryRule, decode: Decode) -> tuple[int,
     None where the template takes off characters that are only a part of a token, or where what
     stays is in pieces, or holds a marker that the template would read as the end of reasoning.
     """
-    ids = _span(answer, lambda kind: kind != "stop")
-    if rule.reasoning == "dropped":
-        ids = _span(answer, lambda kind: kind in ("content", "tool_call"))
-    if ids is None or (rule.reasoning == "dropped" and rule.reasoning_ids.intersection(ids)):
+    kept = rule.reasoning == "kept"
+    ids = _span(answer, lambda kind: kind != "stop" if kept else kind == "content")
+    if ids is None or (not kept and rule.reasoning_ids.intersection(ids)):
         return None
     start, end = _off(answer, rule)
     return _without(ids, start, end, decode) if start or end else ids

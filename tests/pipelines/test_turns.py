@@ -103,7 +103,6 @@ def answer(tokenizer, style, turn, reasoning, content):
         segments=tuple(segments),
         reasoning=texts["reasoning"],
         content=texts["content"],
-        tool_calls="[]",
     )
 
 
