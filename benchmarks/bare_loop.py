@@ -25,7 +25,8 @@ async def ask_all(url: str, work: Work, rows: int, in_flight: int) -> list[float
 
     async def ask(session: aiohttp.ClientSession) -> None:
         for number in numbers:
-            async with session.post(url + "/generate", json=_body(work, number)) as reply:
+            body = request_body(f"{number:032x}", work.prompt_ids(number))
+            async with session.post(url + "/generate", json=body) as reply:
                 await reply.json()
             finished.append(time.monotonic())
 
@@ -35,15 +36,16 @@ async def ask_all(url: str, work: Work, rows: int, in_flight: int) -> list[float
     return finished
 
 
-def _body(work: Work, number: int) -> dict[str, Any]:
+def request_body(rid: str, input_ids: list[int]) -> dict[str, Any]:
+    """What a plain client sends for one prompt."""
     return {
-        "rid": f"{number:032x}",
-        "input_ids": work.prompt_ids(number),
+        "rid": rid,
+        "input_ids": input_ids,
         "sampling_params": {
             "max_new_tokens": 1000,
             "temperature": 1.0,
             "top_p": 0.95,
-            "sampling_seed": number,
+            "sampling_seed": 1,
             "stop_token_ids": [STOP_ID],
             "skip_special_tokens": False,
             "no_stop_trim": True,

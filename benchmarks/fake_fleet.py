@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -67,7 +68,7 @@ class FakeServer:
     """One server of a fleet."""
 
     slowness: float = 1.0  # its latencies are this many times the work's
-    opens_after_seconds: float = 0.0  # its port refuses until then
+    opens_after_seconds: float = 0.0  # from the fleet's first request on; until then it refuses
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -88,6 +89,21 @@ def _letters(count: int, place: int) -> list[int]:
 def _length(mean: int, number: int) -> int:
     """From 0.8 to 1.2 times the mean, the mean over many numbers."""
     return round(mean * (0.8 + 0.4 * (number * 37 % 101) / 100))
+
+
+@dataclass(frozen=True)
+class ServerLog:
+    """What a server saw. Times are seconds since the epoch."""
+
+    opened: float
+    answers: tuple[tuple[float, float], ...]  # (arrived, answered), in the order of answering
+
+
+def read_log(url: str) -> ServerLog:
+    """Ask a fake server for its log so far."""
+    with urllib.request.urlopen(f"{url}/log") as reply:
+        log = json.loads(reply.read())
+    return ServerLog(log["opened"], tuple((arrived, done) for arrived, done in log["answers"]))
 
 
 @contextlib.contextmanager
@@ -114,7 +130,10 @@ def serving(
 class _Server:
     """State of one server: ready parts of replies, and the log of what it answered."""
 
-    def __init__(self, work: Work, server: FakeServer, model_path: str) -> None:
+    def __init__(
+        self, work: Work, server: FakeServer, model_path: str, first_request: asyncio.Event
+    ) -> None:
+        self.first_request = first_request
         self.model_path = model_path
         self.latencies = [one * server.slowness for one in work.latencies()]
         self.heads, self.tails = zip(
@@ -122,13 +141,14 @@ class _Server:
         )
         self.answer_tokens = [len(work.answer_ids(kind)) for kind in range(CLASSES)]
         self.in_flight = 0
-        self.log: list[tuple[float, float]] = []  # (arrived, answered), time.time()
+        self.opened = 0.0
+        self.answers: list[tuple[float, float]] = []
 
     def look_up(self, path: bytes) -> bytes:
         """The body of a GET."""
         replies = {
             b"/health": {},
-            b"/log": self.log,
+            b"/log": {"opened": self.opened, "answers": self.answers},
             b"/model_info": {
                 "model_path": self.model_path,
                 "tokenizer_path": self.model_path,
@@ -236,13 +256,14 @@ class _Connection(asyncio.Protocol):
                 server.tails[kind],
             )
         )
+        server.first_request.set()
         server.in_flight += 1
         loop = asyncio.get_running_loop()
         loop.call_later(server.latencies[kind], self._finish, reply, time.time())
 
     def _finish(self, reply: bytes, arrived: float) -> None:
         self._server.in_flight -= 1
-        self._server.log.append((arrived, time.time()))
+        self._server.answers.append((arrived, time.time()))
         self._send(reply)
 
     def _send(self, body: bytes, status: bytes = b"200 OK") -> None:
@@ -265,12 +286,13 @@ async def _serve(setting: dict[str, object]) -> None:
     work = Work(**setting["work"])  # type: ignore[arg-type]
     servers = [FakeServer(**one) for one in setting["servers"]]  # type: ignore[attr-defined]
     loop = asyncio.get_running_loop()
+    first_request = asyncio.Event()
     sockets, openings = [], []
     for one in servers:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))  # bound, not listening: connecting is refused
         sockets.append(listener)
-        state = _Server(work, one, str(setting["model_path"]))
+        state = _Server(work, one, str(setting["model_path"]), first_request)
         opening = loop.create_task(_open(listener, state, one.opens_after_seconds))
         openings.append(opening)
         if not one.opens_after_seconds:
@@ -284,7 +306,10 @@ async def _serve(setting: dict[str, object]) -> None:
 
 
 async def _open(listener: socket.socket, state: _Server, after_seconds: float) -> None:
-    await asyncio.sleep(after_seconds)
+    if after_seconds:
+        await state.first_request.wait()
+        await asyncio.sleep(after_seconds)
+    state.opened = time.time()
     loop = asyncio.get_running_loop()
     await loop.create_server(lambda: _Connection(state), sock=listener, backlog=1024)
 

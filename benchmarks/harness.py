@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -106,9 +107,9 @@ def _stdout_is_stderr() -> Iterator[None]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
-        sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
 
@@ -190,7 +191,7 @@ class TreeCost:
     code: int
     seconds: float
     samples: tuple[tuple[float, float], ...]  # (time.time(), CPU-seconds so far), ascending
-    peak_bytes: Mapping[str, int]  # role -> most private memory (USS) of its processes together
+    peak_bytes: Mapping[str, int]  # role -> most private memory (USS) that one of its processes had
 
     def cpu_since(self, moment: float) -> float:
         """CPU-seconds from a moment (`time.time()`) to the end."""
@@ -214,7 +215,7 @@ def run_measured(
     log: Path,
     every_seconds: float = 0.25,
     role_of: Callable[[Sequence[str]], str | None] | None = None,
-    memory_every_seconds: float = 2.0,
+    memory_every_seconds: float = 1.0,
     environment: Mapping[str, str] | None = None,
 ) -> TreeCost:
     """Run a command to its end, its output in `log`, and measure its whole process tree.
@@ -234,15 +235,17 @@ def run_measured(
             env={**os.environ, **(environment or {})},
         )
         sampler = _Sampler(process.pid, every_seconds, role_of, memory_every_seconds)
-        sampler.start()
-        try:
-            code = process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-        finally:
-            sampler.stop()
+        with ThreadPoolExecutor(1) as threads:
+            sampling = threads.submit(sampler.run)
+            try:
+                code = process.wait()
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+            finally:
+                sampler.ended.set()
+            sampling.result()
     return TreeCost(code, time.time() - started, tuple(sampler.samples), dict(sampler.peak_bytes))
 
 
@@ -262,20 +265,12 @@ class _Sampler:
         self._cpu: dict[tuple[int, float], float] = {}
         self._roles: dict[tuple[int, float], str | None] = {}
         self._memory_at = 0.0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.ended = threading.Event()
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.is_set():
+    def run(self) -> None:
+        """Look again and again until `ended` is set, and once more."""
+        while not self.ended.wait(self.every_seconds):
             self._look()
-            self._ended.wait(self.every_seconds)
         self._look()
 
     def _look(self) -> None:
@@ -308,13 +303,12 @@ class _Sampler:
                     waiting.append(pid)
 
     def _weigh(self, role_of: Callable[[Sequence[str]], str | None]) -> None:
-        total: dict[str, int] = {}
-        for pid, one in self._known.items():
+        for one in self._known.values():
             try:
-                role = role_of(one.cmdline())
-                if role is not None:
-                    total[role] = total.get(role, 0) + one.memory_full_info().uss
+                line = one.cmdline()  # empty once it has ended and waits to be reaped
+                role = role_of(line) if line else None
+                size = one.memory_full_info().uss if role is not None else 0
             except psutil.Error:
-                del pid  # it ended in this moment
-        for role, size in total.items():
-            self.peak_bytes[role] = max(size, self.peak_bytes.get(role, 0))
+                continue  # it ended in this moment
+            if role is not None:
+                self.peak_bytes[role] = max(size, self.peak_bytes.get(role, 0))

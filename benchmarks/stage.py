@@ -51,19 +51,13 @@ class StageRun:
 
 
 def run_stage(
-    folder: Path,
-    target: Path,
-    urls: Sequence[str],
-    work: Work,
-    rows: int,
-    *,
-    in_flight: int,
+    folder: Path, target: Path, urls: Sequence[str], work: Work, rows: int, *, in_flight: int
 ) -> StageRun:
     """Write `rows` prompts into a new folder and have `eyas generate` answer them.
 
     Raises `RuntimeError` if the command fails or a row is not ok.
     """
-    recipe_path = _write_run(folder, target, urls, work, rows, in_flight)
+    recipe_path = write_run(folder, target, urls, work, rows, in_flight)
     command = [sys.executable, "-m", "pipelines.cli", "generate", str(recipe_path), "--json"]
     log = folder / "eyas.log"
     cost = run_measured(command, log=log, role_of=role_of, environment={"PYTHONPATH": str(ROOT)})
@@ -77,16 +71,17 @@ def run_stage(
 
 
 def role_of(command_line: Sequence[str]) -> str | None:
-    """Which of Eyas's processes a command line is: the driver, or one of Ray's workers."""
+    """Which of Eyas's processes a command line is: driver, generate worker, or another of Ray's."""
     line = " ".join(command_line)
     if "ray::" in line:
-        return "workers"
+        return "generate_worker" if "GenerateWorker" in line else "other_workers"
     return "driver" if "pipelines.cli generate" in line else None
 
 
-def _write_run(
+def write_run(
     folder: Path, target: Path, urls: Sequence[str], work: Work, rows: int, in_flight: int
 ) -> Path:
+    """A run folder `folder/run` whose prepare is done, and the recipe beside it; its path."""
     folder.mkdir(parents=True)
     recipe_path = write_recipe(folder, target)
     mapping: dict[str, Any] = yaml.safe_load(recipe_path.read_text())
@@ -131,6 +126,11 @@ def _stage_times(events: Path) -> tuple[float, float]:
     begun = next(one["at"] for one in own if one["event"] == "stage_started")
     ended = next(one for one in own if one["event"] == "stage_finished")
     return begun, ended["at"] - begun
+
+
+def prompts_of(folder: Path) -> Path:
+    """Where `write_run` put the prompt files."""
+    return folder / "run" / "prompts" / _SET
 
 
 def _finished(folder: Path) -> list[float]:

@@ -1,0 +1,111 @@
+"""The pure parts of the generation benchmark, and its fake fleet over real HTTP."""
+
+import json
+import statistics
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from actors.protocol import GenerateRequest, parse_completion
+from benchmarks.bare_loop import request_body
+from benchmarks.fake_fleet import CLASSES, FakeServer, ServerLog, Work, read_log, serving
+from benchmarks.generation import idle_shares, tail_excess
+from benchmarks.stage import role_of
+from benchmarks.worker_profile import summary
+
+WORK = Work(prompt_tokens=50, answer_tokens=40, latency_seconds=0.01)
+
+
+def test_prompts_differ_and_keep_their_mean_length():
+    prompts = [WORK.prompt_ids(number) for number in range(3000)]
+    assert len({tuple(one) for one in prompts}) == 3000
+    assert statistics.mean(map(len, prompts)) == pytest.approx(50, rel=0.02)
+    assert WORK.prompt_ids(26**4 - 1) != WORK.prompt_ids(0)
+
+
+def test_latencies_are_lognormal_with_the_mean_that_was_asked_for():
+    seconds = Work().latencies()
+    assert len(seconds) == CLASSES
+    assert statistics.mean(seconds) == pytest.approx(0.5, rel=0.01)
+    assert statistics.median(seconds) == pytest.approx(0.5 * 2.718281828**-0.125, rel=0.01)
+
+
+def test_a_fake_server_keeps_the_contract_and_answers_as_its_tokenizer_decodes(tiny_target: Path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    with serving(WORK, [FakeServer(), FakeServer(slowness=20)], model_path="/m/tiny") as urls:
+        for number, url in ((5, urls[0]), (5 + CLASSES, urls[0]), (5, urls[1])):
+            ids = WORK.prompt_ids(number)
+            body = request_body("some-rid", ids)
+            reply = _post(url, body)
+            request = GenerateRequest("some-rid", tuple(ids), body["sampling_params"])
+            completion = parse_completion(request, 200, reply, vocab_size=len(tokenizer))
+            assert list(completion.output_ids) == WORK.answer_ids(5)
+            assert completion.text == tokenizer.decode(
+                completion.output_ids, clean_up_tokenization_spaces=False
+            )
+        fast, slow = (read_log(url) for url in urls)
+    assert (len(fast.answers), len(slow.answers)) == (2, 1)
+    ((arrived, answered),) = slow.answers
+    assert answered - arrived >= 20 * WORK.latencies()[5]
+
+
+def test_a_late_server_opens_after_the_first_request():
+    late = FakeServer(opens_after_seconds=0.2)
+    with serving(WORK, [FakeServer(), late], model_path="/m/tiny") as urls:
+        with pytest.raises(OSError, match="refused"):
+            read_log(urls[1])
+        _post(urls[0], request_body("r", WORK.prompt_ids(1)))
+        first = read_log(urls[0]).answers[0][0]
+        opened = _once_open(urls[1]).opened
+    assert opened >= first + 0.2
+
+
+def test_a_tail_is_measured_in_longest_answers():
+    logs = [ServerLog(0.0, ((0.0, 4.0),)), ServerLog(0.0, ((0.0, 1.0), (1.0, 2.0)))]
+    finished = [*(second / 100 for second in range(198)), 5.0, 7.97]
+    assert tail_excess(finished, logs) == pytest.approx((7.97 - 1.97) / 4.0)
+
+
+def test_an_empty_place_counts_while_prompts_wait_only():
+    full = ServerLog(0.0, ((0.0, 10.0), (0.0, 4.0), (5.0, 6.0), (10.0, 12.0)))
+    late = ServerLog(2.0, ((4.0, 20.0),))
+    never = ServerLog(0.0, ())
+    shares = idle_shares([full, late, never], 2, joining_seconds=1.0)
+    # Prompts wait from second 0, when `full` is, until 10, when the last one is taken; the servers
+    # are judged from their second 1 on.
+    assert shares == pytest.approx((1 - (9 + 3 + 1) / 18, 1 - 6 / 14, 1.0))
+
+
+def test_roles_are_told_apart_by_their_command_lines():
+    assert role_of(["python", "-m", "pipelines.cli", "generate", "r.yaml"]) == "driver"
+    assert role_of(["ray::MapWorker(MapBatches(GenerateWorker)).submit()"]) == "generate_worker"
+    assert role_of(["ray::IDLE"]) == "other_workers"
+    assert role_of(["/x/raylet/raylet", "--port=0"]) is None
+
+
+def test_a_profile_counts_a_recursive_function_once():
+    text = summary("worker", ["f (a.py:1);g (a.py:2);f (a.py:3) 3", "f (a.py:1) 1"])
+    alone, whole = text.split("with callees")
+    assert "100.0%  f (a.py)" in alone
+    assert "100.0%  f (a.py)" in whole
+    assert " 75.0%  g (a.py)" in whole
+
+
+def _post(url: str, body: dict[str, object]) -> bytes:
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), method="POST")
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        content: bytes = reply.read()
+    return content
+
+
+def _once_open(url: str) -> ServerLog:
+    for _ in range(200):
+        try:
+            return read_log(url)
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError("it never opened")
