@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from actors.protocol import Finish
+from pipelines.monitor import explain
 from pipelines.recipe import Gates
 from pipelines.row_report import RowReport
 from pipelines.split import Close, Split
@@ -274,7 +275,7 @@ def judge_window(reports: Sequence[RowReport], gates: Gates) -> Go | Stop:
     if figures.rejected_share is not None and figures.rejected_share > gates.max_rejected_share:
         bad = collections.Counter(one.status for one in reports if not one.is_ok)
         status, times = bad.most_common(1)[0]
-        cause, cure = _explain(status)
+        cause, cure = explain(status)
         return Stop(
             figures,
             f"{sum(bad.values())} of {len(reports)} rows are rejected or failed, "
@@ -307,44 +308,3 @@ def figures_of(reports: Sequence[RowReport]) -> Figures:
 
 def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
-
-
-_CAUSES = {
-    "rejected:missing_think_close": (
-        "the target ends its turn without closing its thinking",
-        "check that the template opens thinking only where the target was trained to close it",
-    ),
-    "rejected:unopened_think_close": (
-        "the prompt opens thinking by other ids than the profile's",
-        "check think_open_id of the target profile against the end of a prompt's ids",
-    ),
-    "rejected:truncated_thinking": (
-        "max_new_tokens is too small for this target's thinking",
-        "raise generate.sampling.max_new_tokens and prompts.context_tokens",
-    ),
-    "rejected:finish_reason": (
-        "answers end otherwise than generate.gates.finish_reasons allows",
-        "raise generate.sampling.max_new_tokens, or allow length",
-    ),
-    "rejected:empty_content": (
-        "the target stops at once: the prompt's template is not the one it was trained on",
-        "read a prompt with `eyas glance` and compare it with the target's own chat template",
-    ),
-    "rejected:one_token_loop": (
-        "broken weights or numerics (NaN logits repeat one token), or a sampling that loops",
-        "ask the server one prompt by hand; check its dtype and generate.sampling",
-    ),
-    "rejected:reserved_id": (
-        "broken weights or numerics: sane answers never hold reserved ids",
-        "ask the server one prompt by hand; check its dtype and its log",
-    ),
-}
-
-
-def _explain(status: str) -> tuple[str, str]:
-    if status.startswith("failed:"):
-        return (
-            "the servers do not answer as their contract says",
-            "read the detail of the rows and the servers' logs",
-        )
-    return _CAUSES[status]
