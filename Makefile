@@ -3,8 +3,10 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+BENCHMARKS := generation chaos
+ARGS ?=
 
-.PHONY: help install quickstart test conformance lint fix target clean
+.PHONY: help install quickstart test conformance bench lint fix target clean
 
 help:  ## Show the targets.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -28,6 +30,11 @@ test: lint target  ## Lint, types, tests: what CI runs.
 conformance: target  ## Set the stock SGLang server up once, then ask it and the embedded engine the same.
 	$(BIN)/python -m tests.conformance.sglang_cpu.set_up
 	$(BIN)/python -m pytest tests/conformance -m conformance
+
+bench: $(addprefix bench-,$(BENCHMARKS))  ## All benchmarks, long form; bench-NAME is one, ARGS=--short a look.
+
+bench-%: $(INSTALLED)
+	$(BIN)/python benchmarks/$*.py $(ARGS)
 
 lint: $(INSTALLED)  ## Style, format and types.
 	$(BIN)/ruff check .
