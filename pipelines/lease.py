@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipelines.errors import PreflightFailed, StorageFailed
+from pipelines.errors import PreflightFailed, RunError, StorageFailed
 from pipelines.storage import Location, storage_faults, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,14 @@ def read_lease(place: Location) -> Lease | None:
         content = place.read_bytes()
     except FileNotFoundError:
         return None
-    return Lease(**json.loads(content))
+    try:
+        return Lease(**json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise PreflightFailed(
+            f"{place} is no lease: {error}",
+            expected="the object that the last run left there",
+            change="look who writes to that store; if nobody does, remove the object",
+        ) from error
 
 
 def check_lease(place: Location, mark: Path) -> None:
@@ -122,7 +129,7 @@ def _renew(
                 logger.error("%s: somebody else took the lease; the commit will stop", place)
                 return
             _write(place, Lease(lease.owner, lease.pid, lease.nonce, clock()))
-        except (OSError, StorageFailed) as error:
+        except (OSError, RunError) as error:
             logger.warning("the lease at %s could not be renewed: %s", place, error)
 
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.errors import VerificationFailed
+from pipelines import segments
+from pipelines.errors import StorageFailed, VerificationFailed
 from pipelines.schema import RESPONSE_SCHEMA
 from pipelines.segments import (
     SegmentWriter,
@@ -22,9 +23,12 @@ from pipelines.segments import (
     committed_ids,
     durable_ids,
     durable_reports,
+    reopen_failed,
+    table_of,
     write_segment,
 )
 from pipelines.store import RunFolder
+from tests.support.small_disk import fill
 
 
 def row(number: int, status: str = "ok", *, attempt: int = 1, text: str = "") -> dict:
@@ -201,7 +205,7 @@ def test_a_damaged_segment_is_an_error_by_name(run, damage):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes({"flip": bytes(content), "cut": bytes(content[:-9]), "empty": b""}[damage])
-    for use in (lambda: durable_ids(run, "set"), lambda: commit(run, "set", IDS)):
+    for use in (lambda: durable_reports(run, "set"), lambda: commit(run, "set", IDS)):
         with pytest.raises(VerificationFailed, match=path.name):
             use()
 
@@ -234,11 +238,152 @@ def test_a_flush_that_fails_keeps_its_rows(run, tmp_path):
     assert durable_ids(run, "set") == set(IDS[:1])
 
 
-def test_a_row_with_a_hole_is_refused(run):
+def test_rows_that_find_a_full_disk_stay_and_are_written_once_there_is_room(small_disk):
+    run = RunFolder(small_disk / "run")
     writer = SegmentWriter(run, "set")
-    writer.add({**ROWS[0], "status": None})
-    with pytest.raises(AssertionError, match="status"):
+    writer.add(ROWS[0])
+    writer.flush()
+    filler = fill(small_disk)
+    writer.add({**ROWS[1], "text": "long " * 10_000})
+    for _ in range(2):
+        with pytest.raises(StorageFailed, match=r"the disk is full.*bytes free"):
+            writer.flush()
+    assert durable_ids(run, "set") == {IDS[0]}
+    assert len(list((run.segments / "set").iterdir())) == 1  # no temp file
+    filler.unlink()
+    writer.add(ROWS[2])
+    writer.flush()
+    assert durable_ids(run, "set") == set(IDS[:3])
+
+
+def test_a_commit_that_finds_a_full_disk_loses_nothing_and_is_done_later(small_disk, expected):
+    run = RunFolder(small_disk / "run")
+    write(run, ROWS)
+    filler = fill(small_disk)
+    with pytest.raises(StorageFailed, match="the disk is full"):
+        commit(run, "set", IDS, rows_per_part=4)
+    assert durable_ids(run, "set") == set(IDS)
+    assert not list(run.root.rglob(".*.tmp"))
+    filler.unlink()
+    commit(run, "set", IDS, rows_per_part=4)
+    assert fingerprint(run) == expected
+
+
+@pytest.mark.parametrize(
+    "hole", [{"status": None}, {"usage": {**ROWS[0]["usage"], "total_tokens": None}}]
+)
+def test_a_row_with_a_hole_is_refused(run, hole):
+    writer = SegmentWriter(run, "set")
+    writer.add({**ROWS[0], **hole})
+    with pytest.raises(AssertionError, match=next(iter(hole))):
         writer.flush()
+
+
+@given(lists=st.lists(st.lists(st.integers(-(2**31), 2**31 - 1)), max_size=5))
+def test_a_table_holds_what_its_rows_hold(lists):
+    rows = [
+        {**ROWS[at], "prompt_ids": ids, "output_ids": tuple(reversed(ids))}
+        for at, ids in enumerate(lists)
+    ]
+    assert table_of(rows).equals(pa.Table.from_pylist(rows, schema=RESPONSE_SCHEMA))
+
+
+def test_an_id_that_is_no_int32_is_refused():
+    with pytest.raises(OverflowError):
+        table_of([{**ROWS[0], "output_ids": [2**31]}])
+
+
+def test_a_commit_with_little_memory_makes_the_same_bytes(run, expected, monkeypatch):
+    monkeypatch.setattr(segments, "_WINDOW_BYTES", 1)
+    write(run, ROWS)
+    commit(run, "set", IDS, rows_per_part=4)
+    assert fingerprint(run) == expected
+
+
+def test_what_is_looked_up_without_a_check_is_the_same_and_reads_no_texts(run):
+    write(run, [{**one, "text": "a text " + one["sample_id"]} for one in ROWS])
+    whole = durable_reports(run, "set")
+    assert durable_reports(run, "set", check=False) == whole
+    path = sorted((run.segments / "set").iterdir())[0]
+    path.write_bytes(path.read_bytes().replace(b"a text", b"A TEXT"))
+    assert durable_reports(run, "set", check=False) == whole
+    with pytest.raises(VerificationFailed, match="checksum"):
+        durable_reports(run, "set")
+
+
+FAILED = [one for one in ROWS if one["status"].startswith("failed")]
+ANSWERED = [row(int(one["sample_id"][4:]), text="at last", attempt=2) for one in FAILED]
+
+
+def missing(run: RunFolder) -> set[str]:
+    """What generate asks for: all that is neither committed nor durable with a reply."""
+    held = committed_ids(run, "set")
+    held |= {one.sample_id for one in durable_reports(run, "set") if one.has_reply}
+    return set(IDS) - held
+
+
+def test_failed_rows_are_reopened_and_no_row_is_lost(run):
+    write(run, ROWS)
+    commit(run, "set", IDS, rows_per_part=4)
+    before = fingerprint(run)
+    assert missing(run) == set()
+    assert reopen_failed(run, "set") == len(FAILED)
+    assert reopen_failed(run, "set") == len(FAILED)  # nothing more to open
+    assert missing(run) == {one["sample_id"] for one in FAILED}
+    assert fingerprint(run) == before
+    commit(run, "set", IDS, rows_per_part=4)  # nobody was asked: as before
+    assert fingerprint(run) == before
+    reopen_failed(run, "set")
+    write(run, ANSWERED[1:])
+    commit(run, "set", IDS, rows_per_part=4)
+    statuses = {one.sample_id: one.status for one in durable_reports(run, "set")}
+    assert statuses.keys() == set(IDS)
+    assert [one for one in ROWS if statuses[one["sample_id"]] != one["status"]] == FAILED[1:]
+    assert reopen_failed(run, "set") == 1
+
+
+def test_a_set_without_failed_rows_is_not_reopened(run):
+    write(run, ROWS[2:5])
+    commit(run, "set", IDS[2:5])
+    assert reopen_failed(run, "set") == 0
+    assert not run.segments.exists()
+    assert reopen_failed(run, "another") == 0
+
+
+def test_a_reopening_is_survived_at_every_step_up_to_its_commit(tmp_path):
+    class Killed(Exception):
+        pass
+
+    other = RunFolder(tmp_path / "other")
+    write(other, [*[one for one in ROWS if one not in FAILED], *ANSWERED])
+    commit(other, "set", IDS, rows_per_part=4)
+    for step in range(100):
+        run = RunFolder(tmp_path / str(step))
+        write(run, ROWS)
+        commit(run, "set", IDS, rows_per_part=4)
+        left = step
+
+        def hook(_):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+
+        try:
+            reopen_failed(run, "set", hook=hook)
+            write(run, ANSWERED)
+            commit(run, "set", IDS, rows_per_part=4, hook=hook)
+        except Killed:
+            assert durable_ids(run, "set") == set(IDS)
+            reopen_failed(run, "set")
+            write(run, [one for one in ANSWERED if one["sample_id"] in missing(run)])
+            commit(run, "set", IDS, rows_per_part=4)
+        else:
+            assert step > 12
+            break
+        assert fingerprint(run) == fingerprint(other)
+    else:
+        pytest.fail("it has no end")
 
 
 # Kills itself at the n-th step of a commit; says "done" if the commit ends before.

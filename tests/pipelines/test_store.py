@@ -8,17 +8,22 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipelines.errors import PreflightFailed
+from pipelines.errors import PreflightFailed, StorageFailed
+from pipelines.storage import location_of
 from pipelines.store import (
     RunFolder,
     forget_stages,
+    open_run,
     read_manifest,
     record_stage,
     sha256_of,
+    stage_files,
     write_atomically,
     write_json,
     write_parquet,
 )
+from pipelines.telemetry import EventLog
+from tests.support.small_disk import fill
 
 
 @pytest.fixture
@@ -99,3 +104,49 @@ def test_recording_a_stage_again_takes_the_marks_of_later_ones(run):
     forget_stages(run, ["generate"])
     assert list(read_manifest(run)["stages"]) == ["prepare"]
     assert json.loads(run.manifest.read_bytes())["stages"]["prepare"]["counts"] == {}
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_the_manifest_covers_responses_that_are_kept_elsewhere(run, tmp_path, object_store, kind):
+    where = object_store.uri if kind == "bucket" else str(tmp_path / "elsewhere")
+    other = RunFolder(run.root, where)
+    parts = other.responses / "chat" / "part-00000.parquet", other.rejected_responses / "chat" / "x"
+    for part in parts:
+        write_atomically(part, b"answers")
+    write_atomically(other.segments / "chat" / "one.arrow", b"on its way")
+    write_json(other.origin, {})
+    write_json(other.lease, {})
+    record_stage(other, "generate", fingerprint="a", counts={}, seconds=1)
+    files = read_manifest(other)["stages"]["generate"]["files"]
+    assert list(files) == ["responses/_rejected/chat/x", "responses/chat/part-00000.parquet"]
+    assert [other.locate(name) for name in files] == stage_files(other, "generate")
+    assert files["responses/_rejected/chat/x"] == {"bytes": 7, "sha256": sha256_of(parts[1])}
+    assert not (run.root / "responses").exists()
+
+
+def test_a_run_knows_its_store_by_its_recipe(run):
+    assert open_run(run.root) == run
+    run.recipe.write_text("generate: {store: 's3://bucket/rows'}")
+    assert open_run(run.root).responses == location_of("s3://bucket/rows")
+    for damaged in ("generate: {store: null}", "- no\n- recipe", "{"):
+        run.recipe.write_text(damaged)
+        assert open_run(run.root) == run
+
+
+def test_a_full_disk_leaves_manifest_and_events_whole(small_disk):
+    run = RunFolder(small_disk / "run")
+    run.create()
+    record_stage(run, "prepare", fingerprint="a", counts={}, seconds=1)
+    events = EventLog(run)
+    events.append("first")
+    filler = fill(small_disk)
+    with pytest.raises(StorageFailed, match=r"manifest\.json cannot be written: the disk is full"):
+        record_stage(run, "generate", fingerprint="a", counts={"a": "b" * 9000}, seconds=1)
+    with pytest.raises(StorageFailed, match=r"events\.jsonl"):
+        events.append("too much", why="b" * 9000)
+    assert list(read_manifest(run)["stages"]) == ["prepare"]
+    filler.unlink()
+    events.append("last")
+    lines = [json.loads(line) for line in run.events.read_text().splitlines()]
+    assert [one["event"] for one in lines] == ["first", "last"]
+    assert not list(run.root.glob(".*.tmp"))
