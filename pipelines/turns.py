@@ -6,14 +6,14 @@ at them. What cannot be proved exact is refused by name, never approximated.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import count
 from typing import Literal
 
 from pipelines.conversation import HistoryRule
 from pipelines.errors import PreflightFailed
 from pipelines.recipe import TargetProfile
 from pipelines.sources import Json, SourceRow, dump_json
-from pipelines.template import TEMPLATE_ERRORS, ChatTemplate, NotRendered
+from pipelines.template import TEMPLATE_ERRORS, ChatTemplate, NotRendered, Rendered
 
 _ASK = ("What do hawks eat?", "And what do owls eat?", "Which of them hunts at night?")
 _REASON, _CONTENT = "Recall their prey first", "Voles and hares"
@@ -274,31 +274,35 @@ def _check_lead(rule: HistoryRule, template: ChatTemplate, lead: str, answer: _P
 
 
 def _tokenised(template: ChatTemplate, texts: list[str], cuts: list[_Cut]) -> Turns:
-    history, bodies = cuts[-1].parts[:-1], cuts[-1].bodies
+    first, last = texts[0], cuts[-1]
+    history, bodies = last.parts[:-1], last.bodies
     continuations = [cut.parts[-1] for cut in cuts[1:]]
-    sizes = [len(one) for one in (texts, history, bodies, continuations)]
-    ids: list[list[int]] = []
-    for one in template.tokenise([*texts, *history, *bodies, *continuations]):
-        if isinstance(one, NotRendered):
-            raise _Refused(one) if not ids else _not_separable(one.detail)
-        ids.append(one.prompt_ids)
-    ends = list(accumulate(sizes))
-    whole, before, answers, after = (
-        ids[end - size : end] for size, end in zip(sizes, ends, strict=True)
+    # What comes before a turn's last answer is in the last turn's text too.
+    ends = [body + part for body, part in zip(bodies, continuations, strict=True)]
+    groups = [[first], [texts[-1]], history, bodies, continuations, ends]
+    found = iter(template.tokenise([text for group in groups for text in group]))
+    start, whole, before, answers, after, joints = (
+        [_ids(next(found)) for _ in one] for one in groups
     )
-    own = template.own_tokens
+
     for part in (*before[1:], *after):
-        if part[0] not in own:
+        if part[0] not in template.own_tokens:
             raise _not_separable(
                 f"an answer is followed by {template.tokenizer.decode(part[:4])!r}, "
                 "which no control token begins"
             )
-    for turn in range(1, len(texts)):
-        pairs = zip(before[:turn], answers[:turn], strict=True)
-        joined = [token for pair in pairs for part in pair for token in part]
-        if joined + after[turn - 1] != whole[turn]:
-            raise _not_separable(f"turn {turn + 1}: the parts' ids are not those of the whole text")
-    return Turns(whole[0], before, after)
+    joined = [[*one, *two] for one, two in zip(answers, after, strict=True)]
+    pairs = zip(before, answers, strict=True)
+    told = [token for pair in pairs for part in pair for token in part]
+    if answers and (joined != joints or told + after[-1] != whole[0]):
+        raise _not_separable("the parts' ids, joined, are not those of the whole text")
+    return Turns(start[0], before, after)
+
+
+def _ids(one: Rendered | NotRendered) -> list[int]:
+    if isinstance(one, NotRendered):
+        raise _Refused(one)
+    return one.prompt_ids
 
 
 # Preflight

@@ -313,4 +313,4 @@ def test_parts_that_tokenise_otherwise_than_the_whole_are_refused():
     template.tokenizer.chat_template = PLAIN.template.replace("assistant\n", "assistant: ")
     found = render_turns(template, rule, users("one", "two"), ())
     assert isinstance(found, NotRendered)
-    assert "not those of the whole text" in found.detail
+    assert "are not those of the whole text" in found.detail
