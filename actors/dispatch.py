@@ -79,7 +79,11 @@ class Breaker:
 
     def after_no_answer(self, now: float, config: PoolConfig) -> "Breaker":
         """The server does not even say what it is: it rests at once."""
-        return Breaker(self.faults + 1, now + config.rest_seconds)
+        return Breaker(self.faults, now + config.rest_seconds)
+
+    def after_identity(self, config: PoolConfig) -> "Breaker":
+        """The server says again what it is: that ends a rest for not saying it, and no other."""
+        return Breaker(self.faults) if self.faults < config.trip_after else self
 
     def after_success(self) -> "Breaker":
         """The server answered: trust is whole again."""
@@ -124,6 +128,7 @@ class ServerState:
     in_flight: int = 0
     tokens_in_flight: int = 0  # as the requests in flight were counted when they left
     breaker: Breaker = _WHOLE
+    reached_at: float = float("-inf")  # when it last held as many requests as it may
     doubles: bool = True  # the first, steep part of the climb
     cut_at: float = float("-inf")
     may_cut: bool = True  # a request that left after the last cut has come back
@@ -189,6 +194,8 @@ class ServerState:
         """One permit is taken."""
         self.in_flight += 1
         self.tokens_in_flight += cost
+        if self.in_flight >= int(self.limit):
+            self.reached_at = now
         self.breaker = self.breaker.after_sending(now)
 
     def succeed(
@@ -198,7 +205,7 @@ class ServerState:
         self.may_cut = self.may_cut or sent_at >= self.cut_at
         if retracted:
             self._cut(sent_at, now, 0.5)
-        elif 2 * self.in_flight >= self.limit:  # a limit that nobody reaches has proved nothing
+        elif self.reached_at >= sent_at:  # a limit that nobody reached has proved nothing
             step = 1.0 if self.doubles else 1.0 / self.limit
             self.limit = min(float(config.max_in_flight_per_server), self.limit + step)
         self._give_back(cost)

@@ -22,7 +22,15 @@ from typing import Any, Generic, TypeVar
 from actors import dispatch
 from actors.client import Client
 from actors.config import PoolConfig
-from actors.dispatch import Affinity, Demand, OutputLengths, ServerReport, ServerState, Trust
+from actors.dispatch import (
+    Affinity,
+    Breaker,
+    Demand,
+    OutputLengths,
+    ServerReport,
+    ServerState,
+    Trust,
+)
 from actors.errors import BadReply, Overloaded, RequestFault, ServerUnfit, Unreachable
 from actors.protocol import Completion, GenerateRequest, ModelInfo, ServerInfo, identity_of
 
@@ -427,12 +435,15 @@ class Pool:
 
     def _serve(self, server: _Server, now: float) -> None:
         """Give what room this server has to those who wait."""
-        while self._waiting and not self._is_gathering(now):
+        state = server.state
+        while self._waiting and state.has_room(0, now, self._share):
+            if self._is_gathering(now):
+                return
             index = self._next_turn(server)
             if index is None:
                 return
             turn = self._waiting[index]
-            if not server.state.has_room(self._cost(server, turn.demand), now, self._share):
+            if not state.has_room(self._cost(server, turn.demand), now, self._share):
                 return
             del self._waiting[index]
             turn.future.set_result(self._lend(server, turn.demand, turn.affinity, now))
@@ -443,8 +454,9 @@ class Pool:
         while self._waiting and self._waiting[0].future.done():  # cancelled
             self._waiting.popleft()
         url, first = server.state.url, None
+        lookahead = _LOOKAHEAD if len(self._affinity) else 0
         for index, turn in enumerate(self._waiting):
-            if first is not None and index >= _LOOKAHEAD:
+            if first is not None and index >= lookahead:
                 break
             if turn.future.done():
                 continue
@@ -586,11 +598,13 @@ class Pool:
                 return
             if server.identity is not None:
                 logger.warning("%s is another process now, and fits", state.url)
+                state.breaker = Breaker()  # the faults were those of the process before
             server.identity, server.model = identity, model
         if state.max_total_num_tokens is None:
             state.max_total_num_tokens = info.max_total_num_tokens
         if state.max_running_requests is None:
             state.max_running_requests = info.max_running_requests
+        state.breaker = state.breaker.after_identity(self._config)
         state.is_known = True
 
     def _did_not_say(self, server: _Server, fault: RequestFault) -> None:
@@ -599,7 +613,8 @@ class Pool:
         server.answers_otherwise = not isinstance(fault, Unreachable | Overloaded)
         if state.is_known and fault.fault == "deadline":
             return  # slow is not dead
-        logger.warning("%s does not say what it is: %s", state.url, fault)
+        if state.is_known or state.breaker.rests_until is None:  # news, unlike the next ones
+            logger.warning("%s does not say what it is: %s", state.url, fault)
         server.faults[f"identity_{fault.fault}"] += 1
         state.is_known = False
         state.breaker = state.breaker.after_no_answer(time.monotonic(), self._config)

@@ -193,9 +193,9 @@ def test_the_wire_carries_every_field_that_is_stored():
     ],
 )
 def test_a_full_server_may_say_when_to_come_back(status, header, least, most):
-    with FakeServer(lambda *_: Reply({}, status, headers={"Retry-After": header})) as server:
-        with pytest.raises(Overloaded) as caught:
-            ask(server.url)
+    answer = Reply({}, status, headers={"Retry-After": header})
+    with FakeServer(lambda *_: answer) as server, pytest.raises(Overloaded) as caught:
+        ask(server.url)
     assert least <= caught.value.retry_after_seconds <= most
 
 

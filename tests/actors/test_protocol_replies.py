@@ -7,14 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.errors import BadReply, Overloaded, Refused, RequestFault, Unreachable
+from actors.errors import BadReply, Overloaded, Refused, RequestFault, Unreachable, Unserved
 from actors.protocol import (
     GenerateRequest,
     fault_of,
+    http_date_seconds,
+    identity_of,
     parse_completion,
     parse_loads,
     parse_model_info,
     parse_server_info,
+    retry_after_seconds,
 )
 from tests.support.fake_server import good_reply
 
@@ -57,7 +60,14 @@ STOP_AT_3 = {"type": "stop", "matched": 3}
         (("output_ids",), [9, VOCAB, 2], "id_out_of_vocabulary"),
         (("output_ids",), [9, 2], "completion_tokens"),
         (("output_ids",), [[9, 8, 2]], "type_output_ids"),
+        (("output_ids",), [9, 2**64, 2], "type_output_ids"),
+        (("output_ids",), [9, 2**63, 2], "id_out_of_vocabulary"),
         (("prompt_token_ids",), [5, 6, 8], "foreign_prompt"),
+        (("prompt_token_ids",), [5, 6], "foreign_prompt"),
+        (("prompt_token_ids",), [5.0, 6, 7], "foreign_prompt"),
+        (("prompt_token_ids",), None, "type_prompt_token_ids"),
+        (("meta_info", "num_retractions"), -1, "type_num_retractions"),
+        (("meta_info", "num_retractions"), None, "type_num_retractions"),
         (("text",), _MISSING, "missing_text"),
         (("text",), None, "type_text"),
         (("meta_info", "id"), "q", "foreign_rid"),
@@ -101,7 +111,13 @@ def test_more_tokens_than_asked_are_refused():
         parse(GOOD, short)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000),
+        *(b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": "\\ud83d"}', b'{"a": "\\udc00x"}'),
+    ],
+)
 def test_what_is_no_json_object_is_a_bad_reply(body):
     with pytest.raises(BadReply):
         parse(body)
@@ -117,6 +133,8 @@ def test_what_is_no_json_object_is_a_bad_reply(body):
         (500, b"", Unreachable, "500"),
         (502, b'{"error": null}', Unreachable, "error"),
         (301, b"", BadReply, "301"),
+        (401, b"{}", Unserved, "EYAS_API_KEY"),
+        (404, b'{"detail": "Not Found"}', Unserved, "Not Found"),
     ],
 )
 def test_the_servers_own_words_are_kept(status, body, kind, words):
@@ -131,6 +149,117 @@ def test_an_empty_answer_of_a_server_about_itself_is_a_bad_reply(parse_it):
         parse_it(200, b"{}")
     with pytest.raises(Overloaded):
         parse_it(503, b"{}")
+
+
+CORE = {"num_running_reqs": 3, "num_waiting_reqs": 1, "num_used_tokens": 50}
+FULL_CORE = CORE | {
+    "max_total_num_tokens": 100,
+    "max_running_requests": 8,
+    "token_usage": 0.5,
+    "gen_throughput": 12.5,
+}
+
+
+def loads(*ranks):
+    return parse_loads(200, json.dumps({"loads": ranks}).encode())
+
+
+def test_the_load_of_all_ranks_is_one_load():
+    load = loads(FULL_CORE, FULL_CORE | {"token_usage": 0.75, "gen_throughput": 0})
+    assert (load.running, load.waiting, load.used_tokens) == (6, 2, 100)
+    assert (load.max_total_num_tokens, load.max_running_requests) == (200, 16)
+    assert (load.token_usage, load.gen_throughput) == (0.75, 12.5)
+
+
+def test_what_a_rank_does_not_say_is_not_zero():
+    load = loads(FULL_CORE, CORE)
+    assert load.max_total_num_tokens is None
+    assert load.max_running_requests is None
+    assert load.token_usage is None
+    assert load.gen_throughput is None
+    with pytest.raises(BadReply, match="missing_num_running_reqs"):
+        loads({"num_waiting_reqs": 1, "num_used_tokens": 50})
+
+
+@pytest.mark.parametrize("usage", [None, "0.5", True, -0.1])
+def test_a_load_that_is_no_number_is_a_bad_reply(usage):
+    with pytest.raises(BadReply, match="type_token_usage"):
+        loads(FULL_CORE | {"token_usage": usage})
+
+
+def test_retractions_are_counted_where_the_server_counts_them():
+    assert parse(GOOD).retractions is None
+    assert parse(with_change(("meta_info", "num_retractions"), 2)).retractions == 2
+
+
+MODEL = {
+    "model_path": "m",
+    "tokenizer_path": "m",
+    "weight_version": "default",
+    "reasoning_parser": None,
+    "preferred_sampling_params": None,
+}
+SERVER = {
+    "version": "0.5.23",
+    "context_length": 512,
+    "max_total_num_tokens": 100,
+    "max_running_requests": 8,
+    "allow_auto_truncate": False,
+    "speculative_algorithm": None,
+    "random_seed": 1,
+}
+
+
+def identity(**changes):
+    model = {key: changes.get(key, value) for key, value in MODEL.items()}
+    server = {key: changes.get(key, value) for key, value in SERVER.items()}
+    return identity_of(
+        parse_model_info(200, json.dumps(model).encode()),
+        parse_server_info(200, json.dumps(server).encode()),
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_path": "other"},
+        {"tokenizer_path": "other"},
+        {"weight_version": "2"},
+        {"version": "0.6"},
+        {"random_seed": 2},
+    ],
+)
+def test_another_process_or_model_has_another_identity(change):
+    assert identity(**change) != identity()
+
+
+def test_what_a_process_may_change_while_it_runs_is_no_part_of_its_identity():
+    assert identity(max_total_num_tokens=99) == identity()
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("0", 0.0),
+        (" 12 ", 12.0),
+        ("999999999999999999999", 600.0),
+        ("Wed, 21 Oct 2015 07:28:30 GMT", 30.0),
+        ("Wed, 21 Oct 2015 07:28:30 -0000", 30.0),
+        ("Wed, 21 Oct 2015 06:00:00 GMT", 0.0),
+        ("Wed, 21 Oct 2099 06:00:00 GMT", 600.0),
+        *((odd, None) for odd in ("", "soon", "1.5", "-1", "Wed, 99 Oct 2015", "٣")),
+    ],
+)
+def test_when_to_come_back_is_seconds_or_a_date_and_bounded(header, seconds):
+    now = http_date_seconds("Wed, 21 Oct 2015 07:28:00 GMT")
+    assert retry_after_seconds(header, now) == seconds
+
+
+def test_a_reply_may_weigh_what_its_request_allows():
+    small = GenerateRequest("r", (1,) * 500, {"max_new_tokens": 500})
+    assert 1_000_000 < small.max_reply_bytes < 1_500_000
+    long = GenerateRequest("r", (1,) * 100_000, {"max_new_tokens": 32_768})
+    assert long.max_reply_bytes < 20 * 2**20
 
 
 JSON = st.recursive(
