@@ -61,4 +61,3 @@ def engines(target: Path, tmp_path_factory: pytest.TempPathFactory):
 def server(request: pytest.FixtureRequest, engines: dict[str, Started]) -> Started:
     """One of the two."""
     return engines[request.param]
-

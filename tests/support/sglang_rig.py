@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,22 @@ from tests.conformance.sglang_cpu.set_up import stock_environment, stock_python
 
 ROOT = Path(__file__).parents[2]
 SLOTS = 8
+# The stock server's options without their dashes, as a recipe's `arguments` has them.
+STOCK_ON_A_CPU: dict[str, bool | str | int | float] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "cuda-graph-backend-decode": "disabled",
+    "cuda-graph-backend-prefill": "disabled",
+    "disable-overlap-schedule": True,
+    "sleep-on-idle": True,
+    "skip-server-warmup": True,
+    "mem-fraction-static": 0.2,
+    "max-total-tokens": 16384,
+    "max-running-requests": SLOTS,
+}
 _TICK_SECONDS = 0.2
 _END_SECONDS = 30.0
 
@@ -70,7 +86,7 @@ def started(
         process.wait(_END_SECONDS)
 
 
-def embedded(target: Path, folder: Path):
+def embedded(target: Path, folder: Path) -> AbstractContextManager[Started]:
     """The embedded engine on `target`, in fp32."""
     port = free_port()
     command = [sys.executable, "-m", "actors.reference", "--target", str(target)]
@@ -79,34 +95,14 @@ def embedded(target: Path, folder: Path):
     return started("embedded", command, {**os.environ, "OMP_NUM_THREADS": "1"}, port, folder)
 
 
-def stock(target: Path, folder: Path):
+def stock(target: Path, folder: Path, *arguments: str) -> AbstractContextManager[Started]:
     """The stock server on `target`, in fp32, with its prefix cache."""
     port = free_port()
-    command = stock_command(target, port)
-    return started("stock", command, stock_environment(), port, folder)
-
-
-def stock_command(target: Path, port: int) -> list[str]:
-    """The argument list of the stock server on a CPU."""
-    return [
-        *(str(stock_python()), "-m", "sglang.launch_server"),
-        *("--model-path", str(target)),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *("--max-running-requests", str(SLOTS)),
-        *STOCK_CPU_ARGUMENTS,
-    ]
-
-
-STOCK_CPU_ARGUMENTS = (
-    *("--device", "cpu", "--dtype", "float32"),
-    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--grammar-backend", "none"),
-    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
-    "--disable-overlap-schedule",
-    "--sleep-on-idle",
-    "--skip-server-warmup",
-    *("--mem-fraction-static", "0.2", "--max-total-tokens", "16384"),
-)
+    command = [str(stock_python()), "-m", "sglang.launch_server", "--model-path", str(target)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    for name, value in STOCK_ON_A_CPU.items():
+        command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return started("stock", [*command, *arguments], stock_environment(), port, folder)
 
 
 def free_port() -> int:

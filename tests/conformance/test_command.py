@@ -1,0 +1,80 @@
+"""The command as a user calls it, with the stock server: attached, and launched by Eyas."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.conformance.sglang_cpu.set_up import STOCK_VARIABLES, stock_python
+from tests.support.road import ROOT, eyas
+from tests.support.sglang_rig import STOCK_ON_A_CPU
+
+pytestmark = pytest.mark.conformance
+
+RECIPE = ROOT / "recipes" / "quickstart.yaml"
+NEW_TOKENS = 24
+QUESTIONS = 8
+
+
+def launched(_engines):
+    arguments = {name: value for name, value in STOCK_ON_A_CPU.items() if name != "device"}
+    return {
+        "kind": "launch",
+        "count": 1,
+        "python": str(stock_python()),
+        "tensor_parallel_size": 1,
+        "device": "cpu",
+        "arguments": arguments,
+        "environment": STOCK_VARIABLES,
+        "ready_seconds": 300.0,
+    }
+
+
+def attached(engines):
+    return {"kind": "attach", "urls": [engines["stock"].url]}
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Some of the quick start's own prompts, as two sets."""
+    sets = {}
+    for name, count in (("train-chat", QUESTIONS), ("eval-chat", 2)):
+        lines = (RECIPE.parent / "prompts" / f"{name}.jsonl").read_text().splitlines()[:count]
+        sets[name] = tmp_path / f"{name}.jsonl"
+        sets[name].write_text("\n".join(lines) + "\n")
+    return sets
+
+
+@pytest.mark.parametrize("servers", [attached, launched])
+def test_generate_with_the_stock_server_keeps_every_promise(servers, engines, sources, tmp_path):
+    run = tmp_path / "run"
+    changes = {
+        "run_folder": str(run),
+        "prompts.train": [{"name": "chat", "path": str(sources["train-chat"]), "domain": "chat"}],
+        "prompts.evaluation": [
+            {"name": "eval", "path": str(sources["eval-chat"]), "domain": "chat"}
+        ],
+        "generate.servers": servers(engines),
+        "generate.sampling.max_new_tokens": NEW_TOKENS,
+        "prompts.min_response_tokens": NEW_TOKENS,
+        "generate.gates.canary_rows": 4,
+    }
+    options = [
+        word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")
+    ]
+    done = eyas("run", RECIPE, "--until", "generate", "--json", *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [
+        row
+        for path in sorted((run / "responses").rglob("*.parquet"))
+        for row in pq.read_table(path, partitioning=None).to_pylist()
+    ]
+    assert len(rows) == QUESTIONS
+    assert [row["status"] for row in rows] == ["ok"] * QUESTIONS
+    for row in rows:
+        assert 0 < len(row["output_ids"]) == row["usage"]["completion_tokens"] <= NEW_TOKENS
+    proved = eyas("verify", run, "--json")
+    assert proved.returncode == 0, proved.stdout[-3000:]
+    outcomes = {one["name"]: one["outcome"] for one in json.loads(proved.stdout)["checks"]}
+    assert "failed" not in outcomes.values()
+    assert sum(outcome == "passed" for outcome in outcomes.values()) >= 10
