@@ -46,7 +46,7 @@ class FaultProcess:
         return self.state.read_bytes().count(b"\n") if self.state.exists() else 0
 
     def met(self) -> list[str]:
-        """What each request met: a fault's name, or "good"."""
+        """What each request met: a fault's name, "good" or "refused"."""
         return [line.split()[1] for line in self.state.read_text().splitlines()]
 
     def kill(self) -> None:

@@ -44,8 +44,9 @@ class FaultScript:
             fault, self._burst_left = Fault.BURST_503, self._burst_left - 1
         elif fault is Fault.BURST_503:
             self._burst_left = BURST - 1
-        self._journal.write(key, fault)
-        if self._target.refuses(ids):
+        refused = fault is None and self._target.refuses(ids)
+        self._journal.write(key, fault.value if fault else "refused" if refused else "good")
+        if refused:
             return Reply({"error": {"message": "this prompt is refused"}}, 400)
         good = self._target.reply(request)
         # Between half and three halves of the mean, by the prompt alone.
@@ -70,12 +71,12 @@ class Journal:
                 self.lines += 1
         self._file = path.open("a", buffering=1)  # each line at once: SIGKILL loses none
 
-    def write(self, key: str, fault: Fault | None) -> None:
-        """One request of the prompt with this key."""
+    def write(self, key: str, met: str) -> None:
+        """One request of the prompt with this key, and what it met."""
         self.asked[key] += 1
         self.lines += 1
         if self._file is not None:
-            self._file.write(f"{key} {'good' if fault is None else fault.value}\n")
+            self._file.write(f"{key} {met}\n")
 
 
 async def serve(options: argparse.Namespace) -> None:
