@@ -35,6 +35,8 @@ class FaultScript:
     def __call__(self, request: dict[str, Any], nth: int) -> Answer:
         """One request's answer. How often its prompt was asked is the journal's to say."""
         del nth
+        if request["rid"].startswith("probe-"):  # before any row: not what the faults are for
+            return Reply(self._target.reply(request))
         ids = request["input_ids"]
         key = f"{digest_of(ids, request['sampling_params'].get('sampling_seed')):016x}"
         if self.die_after is not None and self._journal.lines >= self.die_after:
