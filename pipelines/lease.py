@@ -66,9 +66,7 @@ def hold_lease(
     finally:
         ended.set()
         renewing.join()
-        held = read_lease(place)
-        if held is not None and held.nonce == lease.nonce:
-            place.unlink(missing_ok=True)
+        _release(place, lease)
 
 
 def read_lease(place: Location) -> Lease | None:
@@ -131,6 +129,21 @@ def _renew(
             _write(place, Lease(lease.owner, lease.pid, lease.nonce, clock()))
         except (OSError, RunError) as error:
             logger.warning("the lease at %s could not be renewed: %s", place, error)
+
+
+def _release(place: Location, lease: Lease) -> None:
+    """Give the store free. One that is out of reach by now must not hide why the block ended."""
+    try:
+        held = read_lease(place)
+        if held is not None and held.nonce == lease.nonce:
+            place.unlink(missing_ok=True)
+    except (OSError, RunError) as error:
+        logger.warning(
+            "the lease at %s stays for %.0f s: it could not be removed: %s",
+            place,
+            EXPIRES_SECONDS,
+            error,
+        )
 
 
 def _write(place: Location, lease: Lease) -> None:

@@ -105,3 +105,18 @@ def test_a_lease_that_is_no_json_is_not_overwritten(place, tmp_path):
     write_atomically(place, b"{")
     with pytest.raises(PreflightFailed, match="no lease"), hold(place, tmp_path / "mine"):
         pass
+
+
+def test_a_store_that_is_gone_at_the_end_does_not_hide_why_the_run_ended(
+    place, tmp_path, monkeypatch, caplog
+):
+    def gone(_):
+        raise OSError("out of reach")
+
+    def fail():
+        monkeypatch.setattr(lease, "read_lease", gone)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), hold(place, tmp_path / "mine"):
+        fail()
+    assert "stays for 60 s" in caplog.text
