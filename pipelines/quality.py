@@ -189,7 +189,7 @@ _SCRIPTS = {
     "Han and Kana": "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff",
     "Hangul": "\uac00-\ud7af\u1100-\u11ff",
 }
-_LETTERS = {name: re.compile(f"[{ranges}]") for name, ranges in _SCRIPTS.items()}
+_LETTERS = {name: re.compile(f"[{ranges}]+") for name, ranges in _SCRIPTS.items()}
 _CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$[^$\n]*\$", re.DOTALL)
 
 
@@ -199,7 +199,8 @@ def scripts_of(text: str) -> dict[str, float]:
     Empty where there are too few letters to tell.
     """
     prose = _CODE.sub(" ", text)
-    counts = {name: len(letters.findall(prose)) for name, letters in _LETTERS.items()}
+    known = ("Latin",) if prose.isascii() else tuple(_LETTERS)
+    counts = {name: sum(map(len, _LETTERS[name].findall(prose))) for name in known}
     total = sum(counts.values())
     if total < _MIN_LETTERS:
         return {}
