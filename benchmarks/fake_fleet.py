@@ -30,7 +30,8 @@ _FIRST_ID, _FIRST_CHARACTER = 3, ord("!")
 _LETTERS = [_FIRST_ID + ord(one) - _FIRST_CHARACTER for one in "abcdefghijklmnopqrstuvwxyz"]
 _STOP_TEXT = "<|im_end|>"
 _DIGITS = 4  # ids 1 to 4 of a prompt are its number in letters, base 26
-_RUNNING = 256  # what a server says it runs at once
+_RUNNING, _TOKENS = 256, 1_000_000  # what a server says it holds at once
+_TOKENS_EACH = 1000
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class FakeServer:
     """One server of a fleet."""
 
     slowness: float = 1.0  # its latencies are this many times the work's
-    opens_after_seconds: float = 0.0  # from the fleet's first request on; until then it refuses
+    opens_after_requests: int = 0  # of the whole fleet; until then its port refuses
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -127,19 +128,22 @@ def serving(
         process.wait()
 
 
+@dataclass
+class _Fleet:
+    """What its servers share."""
+
+    requests: int = 0
+
+
 class _Server:
     """State of one server: ready parts of replies, and the log of what it answered."""
 
-    def __init__(
-        self, work: Work, server: FakeServer, model_path: str, first_request: asyncio.Event
-    ) -> None:
-        self.first_request = first_request
+    def __init__(self, work: Work, server: FakeServer, model_path: str, fleet: "_Fleet") -> None:
+        self.fleet = fleet
         self.model_path = model_path
         self.latencies = [one * server.slowness for one in work.latencies()]
-        self.heads, self.tails = zip(
-            *(_reply_parts(work.answer_ids(kind)) for kind in range(CLASSES)), strict=True
-        )
-        self.answer_tokens = [len(work.answer_ids(kind)) for kind in range(CLASSES)]
+        self.answers_to = [work.answer_ids(kind) for kind in range(CLASSES)]
+        self.replies = [_reply_parts(answer) for answer in self.answers_to]
         self.in_flight = 0
         self.opened = 0.0
         self.answers: list[tuple[float, float]] = []
@@ -159,7 +163,7 @@ class _Server:
             b"/server_info": {
                 "version": "0.5.23",
                 "context_length": 2048,
-                "max_total_num_tokens": 1_000_000,
+                "max_total_num_tokens": _TOKENS,
                 "max_running_requests": _RUNNING,
                 "allow_auto_truncate": False,
                 "speculative_algorithm": None,
@@ -176,7 +180,10 @@ class _Server:
                     {
                         "num_running_reqs": min(self.in_flight, _RUNNING),
                         "num_waiting_reqs": max(0, self.in_flight - _RUNNING),
-                        "num_used_tokens": self.in_flight * 1000,
+                        "num_used_tokens": self.in_flight * _TOKENS_EACH,
+                        "token_usage": self.in_flight * _TOKENS_EACH / _TOKENS,
+                        "max_total_num_tokens": _TOKENS,
+                        "max_running_requests": _RUNNING,
                     }
                 ]
             },
@@ -184,11 +191,14 @@ class _Server:
         return json.dumps(replies[path]).encode() if path in replies else b""
 
 
-def _reply_parts(answer: list[int]) -> tuple[bytes, bytes]:
-    """The reply around the prompt's echo, up to the counts that depend on the request."""
+def _reply_parts(answer: Sequence[int]) -> tuple[bytes, bytes]:
+    """The reply before the prompt's echo, and after what depends on the request."""
+    stopped = {"type": "stop", "matched": STOP_ID}
     before = {"text": text_of(answer), "output_ids": answer}
     after = {
-        "finish_reason": {"type": "stop", "matched": STOP_ID},
+        "finish_reason": stopped
+        if answer[-1] == STOP_ID
+        else {"type": "length", "length": len(answer)},
         "completion_tokens": len(answer),
         "cached_tokens": 0,
         "weight_version": "default",
@@ -241,22 +251,23 @@ class _Connection(asyncio.Protocol):
         for digit in ids.split(b",", _DIGITS + 1)[1 : 1 + _DIGITS]:
             number = number * 26 + int(digit) - _LETTERS[0]
         kind = number % CLASSES
-        if server.answer_tokens[kind] > int(_between(body, b'"max_new_tokens"', b":", b",")):
-            self._send(b'{"error":{"message":"answers are longer"}}', b"400 Bad Request")
-            return
+        before, after = server.replies[kind]
+        most = int(_between(body, b'"max_new_tokens"', b":", b","))
+        if most < len(server.answers_to[kind]):  # a probe
+            before, after = _reply_parts(server.answers_to[kind][:most])
         reply = b"".join(
             (
-                server.heads[kind],
+                before,
                 ids,
                 b'],"meta_info":{"id":"',
                 _between(body, b'"rid"', b'"', b'"'),
                 b'","prompt_tokens":',
                 str(ids.count(b",") + 1).encode(),
                 b",",
-                server.tails[kind],
+                after,
             )
         )
-        server.first_request.set()
+        server.fleet.requests += 1
         server.in_flight += 1
         loop = asyncio.get_running_loop()
         loop.call_later(server.latencies[kind], self._finish, reply, time.time())
@@ -286,18 +297,15 @@ async def _serve(setting: dict[str, object]) -> None:
     work = Work(**setting["work"])  # type: ignore[arg-type]
     servers = [FakeServer(**one) for one in setting["servers"]]  # type: ignore[attr-defined]
     loop = asyncio.get_running_loop()
-    first_request = asyncio.Event()
-    sockets, openings = [], []
+    fleet, urls, openings = _Fleet(), [], []
     for one in servers:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))  # bound, not listening: connecting is refused
-        sockets.append(listener)
-        state = _Server(work, one, str(setting["model_path"]), first_request)
-        opening = loop.create_task(_open(listener, state, one.opens_after_seconds))
-        openings.append(opening)
-        if not one.opens_after_seconds:
-            await opening
-    urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+        urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        state = _Server(work, one, str(setting["model_path"]), fleet)
+        openings.append(loop.create_task(_open(listener, state, one.opens_after_requests)))
+        if not one.opens_after_requests:
+            await openings[-1]
     sys.stdout.write(json.dumps(urls) + "\n")
     sys.stdout.flush()
     await loop.run_in_executor(None, sys.stdin.read)
@@ -305,10 +313,9 @@ async def _serve(setting: dict[str, object]) -> None:
         opening.cancel()
 
 
-async def _open(listener: socket.socket, state: _Server, after_seconds: float) -> None:
-    if after_seconds:
-        await state.first_request.wait()
-        await asyncio.sleep(after_seconds)
+async def _open(listener: socket.socket, state: _Server, after_requests: int) -> None:
+    while state.fleet.requests < after_requests:
+        await asyncio.sleep(0.05)
     state.opened = time.time()
     loop = asyncio.get_running_loop()
     await loop.create_server(lambda: _Connection(state), sock=listener, backlog=1024)

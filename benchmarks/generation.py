@@ -53,7 +53,6 @@ BARS: dict[str, Bar | None] = {
 GROUPS = ("bare_loop", "ray_data_llm", "growth", "tail")
 IN_FLIGHT = 128
 _TAIL_IN_FLIGHT = 32  # of each of three servers: enough to see, little enough for two cores
-_LATE_SECONDS = 8.0
 _JOINING_SECONDS = 5.0  # from a server's opening until it may be expected to be busy
 
 
@@ -162,7 +161,7 @@ def growth(folder: Path, target: Path, *, few: int, many: int) -> dict[str, floa
 def tail(folder: Path, target: Path, *, rows: int) -> dict[str, float]:
     """How a run ends, and how busy its servers are, with a slow one and one that joins late."""
     work = Work()
-    fleet = [FakeServer(), FakeServer(slowness=5.0), FakeServer(opens_after_seconds=_LATE_SECONDS)]
+    fleet = [FakeServer(), FakeServer(slowness=5.0), FakeServer(opens_after_requests=rows // 10)]
     with serving(work, fleet, model_path=str(target)) as urls:
         run = run_stage(folder / "tail", target, urls, work, rows, in_flight=_TAIL_IN_FLIGHT)
         logs = [read_log(url) for url in urls]

@@ -5,6 +5,7 @@ import statistics
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,15 +54,29 @@ def test_a_fake_server_keeps_the_contract_and_answers_as_its_tokenizer_decodes(t
     assert answered - arrived >= 20 * WORK.latencies()[5]
 
 
-def test_a_late_server_opens_after_the_first_request():
-    late = FakeServer(opens_after_seconds=0.2)
-    with serving(WORK, [FakeServer(), late], model_path="/m/tiny") as urls:
+def test_a_short_answer_is_the_start_of_the_long_one_and_says_so():
+    ids = WORK.prompt_ids(9)
+    body = request_body("r", ids)
+    body["sampling_params"] |= {"max_new_tokens": 16}
+    with serving(WORK, [FakeServer()], model_path="/m/tiny") as urls:
+        reply = _post(urls[0], body)
+    request = GenerateRequest("r", tuple(ids), body["sampling_params"])
+    completion = parse_completion(request, 200, reply, vocab_size=300)
+    assert list(completion.output_ids) == WORK.answer_ids(9)[:16]
+    assert (completion.finish.kind, len(completion.text)) == ("length", 16)
+
+
+def test_a_late_server_opens_after_so_many_requests():
+    with serving(
+        WORK, [FakeServer(), FakeServer(opens_after_requests=2)], model_path="/m/tiny"
+    ) as urls:
+        _post(urls[0], request_body("r", WORK.prompt_ids(1)))
+        time.sleep(0.2)
         with pytest.raises(OSError, match="refused"):
             read_log(urls[1])
-        _post(urls[0], request_body("r", WORK.prompt_ids(1)))
-        first = read_log(urls[0]).answers[0][0]
-        opened = _once_open(urls[1]).opened
-    assert opened >= first + 0.2
+        _post(urls[0], request_body("r", WORK.prompt_ids(2)))
+        second = read_log(urls[0]).answers[1][0]
+        assert _once_open(urls[1]).opened >= second
 
 
 def test_a_tail_is_measured_in_longest_answers():
@@ -95,7 +110,7 @@ def test_a_profile_counts_a_recursive_function_once():
     assert " 75.0%  g (a.py)" in whole
 
 
-def _post(url: str, body: dict[str, object]) -> bytes:
+def _post(url: str, body: dict[str, Any]) -> bytes:
     request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), method="POST")
     with urllib.request.urlopen(request, timeout=10) as reply:
         content: bytes = reply.read()
