@@ -43,7 +43,7 @@ def test_what_fills_the_context_is_cut_in_silence_and_known_as_such(second, prom
     async def use(client: Client):
         fits = request_of("fits", prompt, room - 2, ignore_eos=True)
         assert len((await client.generate(fits, deadline_seconds=DEADLINE)).output_ids) == room - 2
-        cut = request_of("cut", prompt, room, ignore_eos=True)
+        cut = request_of("cut", prompt, room - 1, ignore_eos=True)
         with pytest.raises(BadReply) as caught:
             await client.generate(cut, deadline_seconds=DEADLINE)
         assert caught.value.fault == "clipped"
