@@ -5,13 +5,29 @@ from datetime import datetime, timezone
 
 import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from actors.pool import Completed, Failed
 from actors.protocol import Completion, Finish
-from pipelines.response_row import RowMaker, encodable
+from pipelines.recipe import ChannelMarkers, ToolMarkers
+from pipelines.response_row import Reader, RowMaker, decoder_of, derived_columns, encodable
 from pipelines.schema import RESPONSE_SCHEMA
 from tests.support.generate_run import prompt_row
-from tests.support.profiles import CLOSE, OPEN, PLAIN, STOP, THINKS, gates
+from tests.support.profiles import (
+    CALL,
+    CALL_END,
+    CLOSE,
+    HERMES,
+    OPEN,
+    PLAIN,
+    QWEN,
+    STOP,
+    THINKS,
+    gates,
+    profile,
+)
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -96,3 +112,102 @@ def test_any_text_can_be_stored(text):
     assert encodable(text).encode("utf-8")
     row = row_of(reply([5, CLOSE, 7, STOP], text=text, version=text))
     assert "text_differs" in row["flags"]
+
+
+def test_a_later_turn_or_sample_has_an_id_of_its_own():
+    row = row_of(reply([5, CLOSE, 7, STOP]), turn=2, sample=3)
+    first = prompt_row(1)["sample_id"]
+    assert (row["sample_id"], row["prompt_id"]) == (f"{first}.t2.s3", first)
+    assert (row["turn"], row["sample"]) == (2, 3)
+
+
+def hermes_row(call):
+    ids = [6, CALL, *(1000 + ord(letter) for letter in call), CALL_END, STOP]
+    prompt = {**prompt_row(1), "tools": '[{"function": {"name": "look"}}]'}
+    shown = RowMaker(QWEN, gates(), letters)
+    return shown.response_row(prompt, {}, reply(ids, text=letters(ids)), finished_at=NOW)
+
+
+def letters(ids):
+    return "".join(chr(one - 1000) if one >= 1000 else f"<{one}>" for one in ids)
+
+
+def test_a_tool_call_is_stored_as_the_target_wrote_it():
+    row = hermes_row('{"name": "look", "arguments": {"bird":"kite"}}')
+    assert (row["status"], row["flags"], row["content"]) == ("ok", "[]", "<6>")
+    assert json.loads(row["tool_calls"]) == [
+        {
+            "id": "call_0",
+            "type": "function",
+            "function": {"name": "look", "arguments": '{"bird":"kite"}'},
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "flags"),
+    [
+        ('{"name": "look", "arguments": {', "rejected:invalid_tool_json", []),
+        ('{"name": "see", "arguments": {}}', "ok", ["undeclared_tool"]),
+        ('{"name": "\\ud83d", "arguments": {}}', "ok", ["undeclared_tool"]),
+    ],
+)
+def test_what_is_wrong_with_a_tool_call_is_named(call, status, flags):
+    row = hermes_row(call)
+    assert (row["status"], json.loads(row["flags"])) == (status, flags)
+    assert row["tool_calls"].encode()
+
+
+# With a real tokenizer
+
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_target):
+    loaded = AutoTokenizer.from_pretrained(tiny_target)
+    loaded.add_special_tokens({"additional_special_tokens": [*MARKERS, *HARMONY]})
+    return loaded
+
+
+def targets_of(tokenizer):
+    """A profile for each way of marking parts, with the ids that this tokenizer gives them."""
+    ids = tokenizer.convert_tokens_to_ids
+    plain = {"think_open_id": None, "think_close_id": None}
+    hermes = {**vars(HERMES), "call_open_id": ids("<tool_call>"), "call_close_id": ids(MARKERS[3])}
+    names = ("start_id", "channel_id", "constrain_id", "message_id", "end_id")
+    channels = dict(zip(names, map(ids, HARMONY), strict=True))
+    return [
+        profile(**plain),
+        profile(
+            think_open_id=ids("<think>"),
+            think_close_id=ids("</think>"),
+            tool_markers=ToolMarkers(**hermes),
+        ),
+        profile(**plain, channels=ChannelMarkers(**channels)),
+    ]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_parts_decode_to_the_whole_and_are_derived_again(tokenizer, data):
+    of = data.draw(st.sampled_from(targets_of(tokenizer)))
+    controls = tokenizer.convert_tokens_to_ids([*MARKERS, *HARMONY])
+    token = st.sampled_from(controls) | st.integers(3, len(tokenizer) - 1)
+    ids = data.draw(st.lists(token, min_size=1, max_size=40))
+    prompt_ids = data.draw(st.lists(st.sampled_from(controls), max_size=2))
+    ids = [*ids, STOP] if data.draw(st.booleans()) else ids
+    decode_ids = decoder_of(tokenizer)
+    whole = decode_ids(ids)
+    assert whole == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    maker = RowMaker(of, gates(), decode_ids)
+    prompt = {**prompt_row(1), "prompt_ids": prompt_ids}
+    row = maker.response_row(prompt, {}, reply(ids, text=whole), finished_at=NOW)
+    parts = [ids[one["start"] : one["end"]] for one in row["segments"]]
+    assert [one for part in parts for one in part] == ids
+    assert "text_differs" not in row["flags"]
+    if "\ufffd" not in whole:  # half a character is shown as such, wherever it is cut
+        assert "".join(map(decode_ids, parts)) == whole
+    again = derived_columns(Reader(of, decode_ids), row)
+    assert again == {name: row[name] for name in again}
