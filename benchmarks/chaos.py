@@ -102,7 +102,6 @@ class Scene:
     findings: Findings = NOTHING
     regenerated: int = 0
     kills: int = 0
-    stragglers: int = 0
     drivers: list[Driver] = field(default_factory=list)
 
     def start(self, name: str, prompts: int, places: Sequence[FaultProcess]) -> Driver:
@@ -148,7 +147,7 @@ class Scene:
         driver.kill()
         self.kills += 1
         if wait:
-            self.stragglers += driver.wait_for_orphans()
+            driver.wait_for_orphans()
         return durable_replies(self.run(name))
 
 
@@ -163,8 +162,6 @@ def measure(options: Options) -> dict[str, float]:
         if options.wants("kills"):
             figures["answers_lost_per_kill"] = kills(it)
         found = it.findings
-        if it.stragglers:
-            logger.warning("%d processes outlived their driver and were ended", it.stragglers)
     return figures | {
         "lost": found.lost,
         "doubled": found.doubled,

@@ -1,5 +1,6 @@
 """`eyas` as a process that can be killed: its descendants are known, and none of them is left."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -92,14 +93,20 @@ class Driver:
                 continue
         raise Stuck(f"no Ray worker that does {name}\n{self.tail()}")
 
-    def wait_for_orphans(self) -> int:
-        """Wait until everything that a killed driver left has ended; how many had to be ended."""
-        _, alive = psutil.wait_procs(self._family, timeout=_ORPHAN_SECONDS)
+    def wait_for_orphans(self) -> None:
+        """Wait until everything that a killed driver left has ended.
+
+        Ray's agents of a node may outlive it by minutes. They touch no row, and are ended.
+        """
+        agents = [one for one in self._family if _is_agent(one)]
+        others = [one for one in self._family if one not in agents]
+        _, alive = psutil.wait_procs(others, timeout=_ORPHAN_SECONDS)
         for one in alive:
             logger.warning("%s outlived its driver by %g s", one, _ORPHAN_SECONDS)
-            one.kill()
-        psutil.wait_procs(alive, timeout=_ORPHAN_SECONDS)
-        return len(alive)
+        for one in (*alive, *agents):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs([*alive, *agents], timeout=_ORPHAN_SECONDS)
 
     def tail(self) -> str:
         """The end of the log."""
@@ -112,3 +119,10 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _is_agent(one: psutil.Process) -> bool:
+    try:
+        return one.name().startswith("ray::") and one.name().endswith("Agent")
+    except psutil.NoSuchProcess:
+        return False

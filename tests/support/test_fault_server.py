@@ -15,7 +15,7 @@ from actors.errors import RequestFault
 from actors.protocol import GenerateRequest
 from tests.support.fake_server import FakeServer, Reply
 from tests.support.fault_process import FaultProcess
-from tests.support.faults import Fault, FaultPlan, spoiled
+from tests.support.faults import HUGE_MEBIBYTES, Fault, FaultPlan, spoiled
 from tests.support.scripted_answers import ScriptedTarget
 from tests.support.tiny_target import EOS_ID
 
@@ -83,6 +83,7 @@ def test_each_fault_is_seen_by_the_client(fault, answers):
             deadline = 0.3 if fault is Fault.HANG else 20.0
             with pytest.raises(RequestFault):
                 ask(server.url, deadline=deadline)
+            assert server.most_mebibytes < HUGE_MEBIBYTES // 2, "the client took what it is given"
 
 
 def test_a_good_reply_keeps_the_contract_also_when_cut_by_length(answers):
