@@ -218,6 +218,9 @@ def parse_completion(
     completion_tokens = _count(meta, "completion_tokens")
     if completion_tokens != len(output_ids):
         raise BadReply("completion_tokens", f"{len(output_ids)} ids, counted {completion_tokens}")
+    cached_tokens = _count(meta, "cached_tokens")
+    if cached_tokens > prompt_tokens:
+        raise BadReply("cached_tokens", f"{cached_tokens} of a prompt of {prompt_tokens}")
     _check_finish(request, finish, output_ids)
     return Completion(
         rid=rid,
@@ -226,7 +229,7 @@ def parse_completion(
         finish=finish,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
-        cached_tokens=_count(meta, "cached_tokens"),
+        cached_tokens=cached_tokens,
         weight_version=_field(meta, "weight_version", str),
         speculation=_speculation(meta),
         retractions=_count(meta, "num_retractions") if "num_retractions" in meta else None,

@@ -80,6 +80,7 @@ STOP_AT_3 = {"type": "stop", "matched": 3}
         (("meta_info", "completion_tokens"), -3, "type_completion_tokens"),
         (("meta_info", "completion_tokens"), "3", "type_completion_tokens"),
         (("meta_info", "cached_tokens"), _MISSING, "missing_cached_tokens"),
+        (("meta_info", "cached_tokens"), 4, "cached_tokens"),
         (("meta_info", "weight_version"), _MISSING, "missing_weight_version"),
         (("meta_info", "finish_reason"), None, "type_finish_reason"),
         (("meta_info", "finish_reason"), {"type": "eos"}, "finish_reason"),
