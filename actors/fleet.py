@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -62,14 +63,16 @@ class Keeper:
     """The actor of one server."""
 
     def __init__(
-        self, name: str, source: StartPlan | str, directory: Any, *, network: bool, gateway: bool
+        self, name: str, source: StartPlan | str, directory: str, *, network: bool, gateway: bool
     ) -> None:
         import ray
 
+        # By its name: an actor that is started again finds no handle among its arguments.
+        put = ray.get_actor(directory).put.remote
         self._supervisor = Supervisor(
             name,
             source,
-            directory.put.remote,
+            put,
             host=ray.util.get_node_ip_address() if network else "127.0.0.1",
             gateway=gateway,
         )
@@ -259,7 +262,13 @@ def running_servers(
     _check_gpus(config)
     directory: Any = (
         ray.remote(Directory)
-        .options(num_cpus=_ACTOR_CPUS, max_restarts=-1, max_task_retries=-1, **_here(hard=True))
+        .options(
+            name=(directory_name := f"servers-{label}-{uuid.uuid4().hex}"),
+            num_cpus=_ACTOR_CPUS,
+            max_restarts=-1,
+            max_task_retries=-1,
+            **_here(hard=True),
+        )
         .remote()
     )
     keepers: dict[str, Any] = {}
@@ -267,7 +276,7 @@ def running_servers(
     try:
         sources = _sources(config, target, options, logs, label)
         for name, source in sources.items():
-            keepers[name] = _keeper(name, source, config, directory)
+            keepers[name] = _keeper(name, source, config, directory_name)
         unheard = [
             ServerStatus(name, borrowed=isinstance(source, str)) for name, source in sources.items()
         ]
@@ -296,7 +305,7 @@ def _sources(
             return {name: StartPlan(name, config, target, options, logs) for name in names}
 
 
-def _keeper(name: str, source: StartPlan | str, config: Servers, directory: Any) -> Any:
+def _keeper(name: str, source: StartPlan | str, config: Servers, directory: str) -> Any:
     import ray
 
     match config:

@@ -3,6 +3,9 @@
 `python -I guard.py -- argv...`: the owner holds the other end of stdin. When that end closes,
 even because the owner was killed, or on SIGTERM, the whole group is ended, and what had left the
 group too. Returns the command's exit code.
+
+Two processes: the guard proper, and before it one that only waits. Ray kills the children of an
+actor that ends, and with a single process nobody would be left to end the command's family.
 """
 
 import ctypes
@@ -18,32 +21,53 @@ from types import FrameType
 _GRACE_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command after `--`; return its exit code, 128 + n if signal n ended it."""
     if len(arguments) < 2 or arguments[0] != "--":
         raise SystemExit("usage: python -I guard.py -- command [argument...]")
+    mine, its = os.pipe()
+    guard = os.fork()
+    if guard:
+        os.close(mine)
+        return _wait_before(guard)
+    os.close(its)
+    return _guard(arguments[1:], mine)
+
+
+def _wait_before(guard: int) -> int:
+    """Hand signals on to the guard; return its exit code."""
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, _: os.kill(guard, number))
+    code = os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+    return code if code >= 0 else 128 - code
+
+
+def _guard(command: Sequence[str], before: int) -> int:
+    """Run the command; end it when stdin or `before`, the pipe to the one before, closes."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the command's orphans become this process's children
     child = subprocess.Popen(
-        arguments[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_guard
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_guard
     )
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         del number, frame
         _end_in_background(child)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, on_signal)
-    threading.Thread(target=_watch_owner, args=(child,), daemon=True).start()
+    for pipe in (sys.stdin.fileno(), before):
+        threading.Thread(target=_watch, args=(pipe, child), daemon=True).start()
     code = child.wait()
     _signal_group(child.pid, signal.SIGKILL)  # whatever the command itself left behind
     _end_orphans()
     return code if code >= 0 else 128 - code
 
 
-def _watch_owner(child: "subprocess.Popen[bytes]") -> None:
-    while os.read(sys.stdin.fileno(), 4096):
+def _watch(pipe: int, child: "subprocess.Popen[bytes]") -> None:
+    while os.read(pipe, 4096):
         pass
     _end(child)
 

@@ -1,6 +1,5 @@
 """One server's life: started, watched, restarted with limits, ended on every path; or borrowed."""
 
-import functools
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from actors.config import EmbeddedServers
 from actors.launch import EngineOptions, StartPlan
 from actors.server import ServerProcess, Supervisor
 from tests.support.fake_server import FakeServer
-from tests.support.fake_sglang import fake_servers, pids_of
+from tests.support.fake_sglang import fake_at, fake_servers, gone, pids_of
 
 TARGET = Path("/models/tiny")
 SECONDS = 30.0
@@ -61,13 +60,6 @@ def watched(source, **options):
         yield one
     finally:
         one.supervisor.close()
-
-
-def gone(pids):
-    """Whether all of these end soon."""
-    found = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(found, timeout=SECONDS)
-    return all(one.status() == psutil.STATUS_ZOMBIE for one in alive)
 
 
 def test_a_process_ends_with_all_its_children_on_close(tmp_path):
@@ -228,12 +220,6 @@ def test_an_attached_server_may_come_leave_and_come_back():
         assert "refused" in server.wait_for("left").error
         with fake_at(port):
             server.make_ready(after=first.incarnation)
-
-
-def fake_at(port):
-    fake = FakeServer()
-    fake.start = functools.partial(fake.start, port)
-    return fake
 
 
 def wait_for_error(server):

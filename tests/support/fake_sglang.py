@@ -5,14 +5,19 @@
 
 import argparse
 import asyncio
+import contextlib
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from actors.config import LaunchedServers
-from tests.support.fake_server import Answer, Die, ScriptedServer, always_good
+from tests.support.fake_server import Answer, Die, FakeServer, ScriptedServer, always_good
 
 ROOT = Path(__file__).parents[2]
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -52,6 +57,24 @@ def pids_of(folder: Path) -> list[list[int]]:
     path = folder / "starts"
     lines = path.read_text().splitlines() if path.exists() else []
     return [[int(word) for word in line.split()] for line in lines]
+
+
+def gone(pids: Iterable[int]) -> bool:
+    """Whether all of these processes end soon."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    _, alive = psutil.wait_procs(found, timeout=30.0)
+    # A zombie has ended; only its parent, which may be the test's own init, has not looked yet.
+    return all(one.status() == psutil.STATUS_ZOMBIE for one in alive)
+
+
+def fake_at(port: int) -> FakeServer:
+    """A server of somebody else's on this port, between `with` and its end."""
+    fake = FakeServer()
+    fake.start = functools.partial(fake.start, port)  # type: ignore[method-assign]
+    return fake
 
 
 def main() -> None:
