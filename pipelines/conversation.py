@@ -22,8 +22,10 @@ class HistoryRule:
     """What a target's template makes of an earlier answer; `turns.history_rule` finds it."""
 
     reasoning: Literal["kept", "dropped"]
-    # An earlier answer's message carries `reasoning_content`, and the template writes it.
+    # The template writes a message's `reasoning_content` where reasoning is kept; and without any
+    # it writes the content alone, not an empty block of reasoning.
     writes_reasoning: bool
+    may_be_bare: bool
     # Characters that the template takes off an answer: off its start, off its start where
     # reasoning that is dropped came before it, off its end.
     off_start: str
@@ -147,10 +149,13 @@ def _ends_the_conversation(answer: Answer) -> str | None:
 def _in_history(answer: Answer, rule: HistoryRule, decode: Decode) -> tuple[int, ...] | None:
     """An answer's ids as history holds them: a run of its own ids, without the stop id.
 
-    None where the template takes off characters that are only a part of a token, or where what
-    stays is in pieces, or holds a marker that the template would read as the end of reasoning.
+    None where the template takes off characters that are only a part of a token, where what stays
+    is in pieces, where it holds a marker that the template would read as the end of reasoning, or
+    where the template would write reasoning that is not there.
     """
     kept = rule.reasoning == "kept"
+    if not rule.may_be_bare and not _reasoned(answer):
+        return None
     ids = _span(answer, lambda kind: kind != "stop" if kept else kind == "content")
     if ids is None or (not kept and rule.reasoning_ids.intersection(ids)):
         return None
@@ -169,10 +174,15 @@ def _span(answer: Answer, stays: Callable[[str], bool]) -> tuple[int, ...] | Non
 
 
 def _off(answer: Answer, rule: HistoryRule) -> tuple[str, str]:
-    if rule.reasoning == "kept":
-        return "" if rule.writes_reasoning else rule.off_start, rule.off_end
-    reasoned = any(kind in ("reasoning", "marker") for kind, _, _ in answer.segments)
-    return rule.off_start_after_reasoning if reasoned else rule.off_start, rule.off_end
+    if rule.reasoning == "dropped" and _reasoned(answer):
+        return rule.off_start_after_reasoning, rule.off_end
+    # Reasoning that the template writes begins after an opening of the template's own.
+    begins_with_reasoning = rule.writes_reasoning and _reasoned(answer)
+    return "" if begins_with_reasoning else rule.off_start, rule.off_end
+
+
+def _reasoned(answer: Answer) -> bool:
+    return any(kind in ("reasoning", "marker") for kind, _, _ in answer.segments)
 
 
 def _without(ids: tuple[int, ...], start: str, end: str, decode: Decode) -> tuple[int, ...] | None:

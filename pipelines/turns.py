@@ -76,18 +76,19 @@ def history_rule(template: ChatTemplate, profile: TargetProfile) -> HistoryRule:
     """
     check_history_reasoning(template, profile)
     probe = _Probe(template, profile)
-    rule = HistoryRule(
+    bare = HistoryRule(
         reasoning=profile.history_reasoning,
         writes_reasoning=False,
+        may_be_bare=True,
         off_start=probe.off_start(),
         off_start_after_reasoning=probe.off_start_after_reasoning(),
         off_end=probe.off_end(),
         reasoning_ids=frozenset(_reasoning_ids(profile)),
     )
     conversation = [{"role": "user", "content": one} for one in _ASK]
-    tried = render_turns(template, rule, conversation, ())
-    if isinstance(tried, NotRendered) and rule.reasoning == "kept" and rule.reasoning_ids:
-        rule = replace(rule, writes_reasoning=True)
+    rule, tried = bare, render_turns(template, bare, conversation, ())
+    if probe.keeps_reasoning_apart():
+        rule = replace(bare, writes_reasoning=True, may_be_bare=isinstance(tried, Turns))
         tried = render_turns(template, rule, conversation, ())
     if isinstance(tried, NotRendered):
         raise PreflightFailed(
@@ -333,6 +334,12 @@ class _Probe:
                 expected="an earlier answer rendered",
                 change="check template_arguments in the target's profile",
             ) from error
+
+    def keeps_reasoning_apart(self) -> bool:
+        """Whether history is to hold reasoning, and takes it from `reasoning_content`."""
+        kept = self._profile.history_reasoning == "kept" and self.open
+        apart = {"content": _CONTENT, "reasoning_content": _REASON}
+        return bool(kept) and _REASON in self.history(apart)
 
     def thought(self) -> str:
         return f"{self.open}\n{_REASON}\n{self.close}"

@@ -17,7 +17,7 @@ from pipelines.conversation import (
 
 OPEN, CLOSE, STOP, BLANK, LINE = 10, 11, 2, 20, 21
 TEXTS = {OPEN: "<think>", CLOSE: "</think>", STOP: "<stop>", BLANK: " ", LINE: "\n\n", 22: ".\n"}
-KEPT = HistoryRule("kept", False, "", "", "", frozenset((OPEN, CLOSE)))
+KEPT = HistoryRule("kept", False, True, "", "", "", frozenset((OPEN, CLOSE)))
 DROPPED = replace(KEPT, reasoning="dropped")
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -114,6 +114,17 @@ def test_an_answer_that_no_choice_of_ids_gives_is_not_followed(said):
     assert isinstance(found, NotAsked)
     assert found.fault == "history_not_exact"
     assert "turn 1, birds-1" in found.detail
+
+
+def test_an_answer_without_reasoning_is_not_followed_where_the_template_would_write_some():
+    rule = replace(KEPT, writes_reasoning=True, may_be_bare=False)
+    assert next_prompt_ids(PROMPT, [THOUGHT], rule, decode) == (
+        *[101, OPEN, 31, CLOSE, LINE, 32],
+        201,
+    )
+    found = next_prompt_ids(PROMPT, [PLAIN], rule, decode)
+    assert isinstance(found, NotAsked)
+    assert found.fault == "history_not_exact"
 
 
 @pytest.mark.parametrize(

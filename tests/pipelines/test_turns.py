@@ -244,6 +244,23 @@ def test_blanks_that_the_template_takes_off_are_found(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "writes_reasoning", "may_be_bare"),
+    [
+        ("plain", False, True),
+        ("qwen3", False, True),
+        ("keeps", True, True),
+        ("keeps_opened", True, False),
+        ("keeps_always", True, False),
+    ],
+)
+def test_whether_an_answer_may_be_without_reasoning_is_found(
+    tiny_target, name, writes_reasoning, may_be_bare
+):
+    rule = history_rule(*load(tiny_target, STYLES[name]))
+    assert (rule.writes_reasoning, rule.may_be_bare) == (writes_reasoning, may_be_bare)
+
+
 # Refusals
 
 

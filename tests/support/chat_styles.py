@@ -101,6 +101,10 @@ STYLES = {
     ),
     "keeps": Style(_template(_KEPT, _HEADER), "kept", True, _opens),
     "keeps_opened": Style(_template(_KEPT, _HEADER + "<think>\n"), "kept", True, _opened),
+    # Writes an empty block where there was no reasoning.
+    "keeps_always": Style(
+        _template(_KEPT.replace("if thought", "if true"), _HEADER), "kept", True, _opens
+    ),
     "trims": Style(
         _template("<|im_start|>assistant\n{{ m.content | trim }}<|im_end|>\n", _HEADER),
         "kept",
