@@ -36,10 +36,9 @@ class StageRun:
         """Rows that were committed as ok."""
         return len(self.finished)
 
-    @property
-    def cpu_seconds(self) -> float:
-        """Of the whole tree from the first finished row to the end of the last process."""
-        return self.cost.cpu_since(min(self.finished))
+    def cpu_after(self, rows: int) -> float:
+        """CPU-seconds of the whole tree from when so many rows were finished to the very end."""
+        return self.cost.cpu_since(sorted(self.finished)[rows - 1])
 
     @property
     def steady_cpu_per_row(self) -> float:
