@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.protocol import Finish
@@ -146,6 +146,7 @@ def test_code_prose_and_tables_are_no_loops(size):
     assert worst < 0.5
 
 
+@settings(deadline=None)
 @given(
     ids=st.lists(st.integers(0, 3), max_size=80),
     share=st.floats(0, 1),
@@ -281,6 +282,7 @@ def test_a_share_of_nothing_is_absent_and_not_zero():
     assert only_failed.rejected_share == 1.0
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 5), statuses=st.lists(st.sampled_from(["ok", "rejected:x"])))
 def test_a_window_holds_the_last_rows_only(size, statuses):
     window = Window(size)

@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -189,7 +189,7 @@ def targets_of(tokenizer):
     ]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_parts_decode_to_the_whole_and_are_derived_again(tokenizer, data):
     of = data.draw(st.sampled_from(targets_of(tokenizer)))

@@ -1,7 +1,7 @@
 """Where reasoning, content and tool calls begin and end, by ids alone."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.split import Close, Splitter, read_header
@@ -252,6 +252,7 @@ MARKS = [OPEN, CLOSE, SPACE, STOP, 5, SECTION, SECTION_END, CALL, CALL_END]
 HARMONY_MARKS = [START, CHANNEL, CONSTRAIN, MESSAGE, END, ANALYSIS, FINAL, COMMENTARY, TO, STOP, 5]
 
 
+@settings(deadline=None)
 @given(
     ids=st.lists(st.sampled_from(MARKS), max_size=14)
     | st.lists(st.sampled_from(HARMONY_MARKS), max_size=20),

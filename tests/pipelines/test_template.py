@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.errors import PreflightFailed
-from pipelines.recipe import Target, TargetProfile
+from pipelines.recipe import ChannelMarkers, Target, TargetProfile, ToolMarkers
 from pipelines.sources import normalise_tools
 from pipelines.target import prepare_quickstart_target
 from pipelines.template import (
@@ -258,6 +258,17 @@ def test_a_batch_gives_the_ids_of_each_alone(tokenizer):
 # Preflight
 
 
+def hermes(opening, closing):
+    return ToolMarkers(
+        format="hermes",
+        section_open_id=None,
+        section_close_id=None,
+        call_open_id=opening,
+        call_close_id=closing,
+        arguments_id=None,
+    )
+
+
 @pytest.fixture
 def config(tiny_target):
     return read_target_config(tiny_target)
@@ -286,6 +297,36 @@ def test_a_profile_that_does_not_fit_its_target_is_refused(tokenizer, config, ch
     assert seen in failure.value.seen
     assert failure.value.expected
     assert failure.value.change
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"reserved_ids": ((0, 1), (250, 999))}, "reserved_ids holds 259, outside the vocabulary"),
+        ({"tool_markers": hermes(40, 41)}, "tool_markers.call_open_id holds 40, the ordinary"),
+        ({"tool_markers": hermes(1, 2)}, "tool_markers.call_close_id holds 2, which stop_token"),
+        ({"tool_markers": hermes(1, 5000)}, "tool_markers.call_close_id holds 5000, outside"),
+        ({"think_open_id": 40, "think_close_id": 41}, "think_open_id holds 40, the ordinary"),
+        (
+            {
+                "channels": ChannelMarkers(
+                    start_id=1, channel_id=1, constrain_id=41, message_id=42, end_id=43
+                )
+            },
+            "channels.channel_id holds 1, which channels.start_id names too",
+        ),
+    ],
+)
+def test_markers_that_the_tokenizer_does_not_have_are_refused(tokenizer, config, changes, seen):
+    with pytest.raises(PreflightFailed) as failure:
+        check_profile(tokenizer, profile(**changes), config)
+    assert seen in failure.value.seen
+
+
+def test_markers_of_another_kind_are_warned_of(tokenizer, config, caplog):
+    named = profile(think_open_id=1, think_close_id=0, reserved_ids=())
+    check_profile(tokenizer, named, config)
+    assert "think_open_id is 1, the token '<|im_start|>'" in caplog.text
 
 
 def test_a_fitting_profile_passes(tokenizer, config):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.split import Splitter
@@ -216,6 +216,7 @@ PARTS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(parts=PARTS, of=st.sampled_from([KIMI, QWEN, V3, V31, OSS]), stop=st.booleans())
 def test_no_reply_breaks_the_reader(parts, of, stop):
     found = calls(ids(*parts), of, stop=stop)
