@@ -15,6 +15,7 @@ Decode = Callable[[Sequence[int]], str]  # ids to text, special tokens shown
 
 EARLIER_TURN = "earlier_turn"
 HISTORY_NOT_EXACT = "history_not_exact"
+NO_ROOM = "no_room"  # the context is full of earlier turns
 
 
 @dataclass(frozen=True)

@@ -1,310 +1,144 @@
 """Have the target answer the training prompts: prompt rows in, committed response rows out.
 
-A canary of every set is judged before the tap opens, windows of the same size while it runs.
+A canary is judged before the tap opens, sliding windows of sets and servers while it runs.
 Rows flow from worker to server to disk; the driver sees ids, statuses and counts only.
 """
 
-import collections
 import functools
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from actors.config import EmbeddedServers
+from actors.config import AttachedServers, LaunchedServers
 from actors.errors import ServerFailed, ServerUnfit
-from actors.fit import Expectation
-from actors.fleet import running_servers
+from actors.fleet import Fleet, running_servers
 from actors.launch import EngineOptions
-from actors.preflight import Admission, model_context_tokens
-from pipelines.errors import PreflightFailed, QualityStop, VerificationFailed
+from actors.mailbox import Mailbox
+from pipelines.errors import PreflightFailed, QualityStop, RunError
+from pipelines.generate_preflight import admission_of
+from pipelines.generate_watch import Watch
 from pipelines.generate_worker import GenerateWorker, WorkerPlan
-from pipelines.quality import Stop, Window, judge_window
+from pipelines.monitor import Monitor, Stop
+from pipelines.quality_stop import QualityMark, remember_stop, set_aside_suspects
 from pipelines.recipe import Recipe
 from pipelines.row_report import RowReport
-from pipelines.segments import commit, committed_files, committed_ids, durable_reports
+from pipelines.segments import commit
 from pipelines.store import RunFolder
 from pipelines.telemetry import EventLog, Progress
+from pipelines.wanted import Wanted, counts_of
 
 logger = logging.getLogger(__name__)
 
-# Measured: a worker keeps its permits busy when it has admitted about six times as many rows.
-# One call takes half the permits.
-_CALLS_PER_WORKER = 12
+# A worker keeps its permits busy when it has admitted several times as many rows as it has permits.
+_ADMITTED_PER_PERMIT = 8
+_ROWS_PER_CALL = (8, 512)
+_CALLS_AT_ONCE = (4, 16)
+_CALLS_PER_WORKER = 16  # at least, so that none is left with a big last block while others idle
+_PROBES = 2  # prompts that every server answers before rows are sent to it
 _WORKER_CPUS = 0.1  # it waits for servers; on a machine with two cores Ray Data needs its own
 
 
 def generate(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
     """Answer every prompt that has no durable response yet, then commit. Ray must be initialised.
 
-    Returns counts. Raises `QualityStop`, `PreflightFailed` (servers), or `VerificationFailed`
-    (rows that do not add up); what was durable stays so, and the next call goes on from there.
+    Returns counts. Raises `QualityStop`, `PreflightFailed` (servers), `StorageFailed`, or
+    `VerificationFailed` (rows that do not add up); what was durable stays so, and the next call
+    goes on from there.
     """
     started = time.monotonic()
-    prompts = {one.name: _prompt_ids(run, one.name) for one in recipe.prompts.train}
-    held = {name: _held_reports(run, name) for name in prompts}
-    open_sets = {name: ids for name, ids in prompts.items() if _is_open(run, name, ids)}
-    asking = _Asking(recipe, run, events, open_sets, held)
+    suspects = set_aside_suspects(run)
+    if suspects:
+        events.append("suspects_set_aside", rows=suspects)
+    samples = recipe.generate.samples_per_prompt
+    sets = {one.name: Wanted(run, one.name, samples) for one in recipe.prompts.train}
+    asking = _Asking(recipe, run, events, sets)
     asking.run_to_the_end()
-    for name, ids in prompts.items():
-        commit(run, name, ids)
+    for one in sets.values():
+        commit(run, one.name, list(one.responses()))
     seconds = time.monotonic() - started
-    new_tokens = sum(report.output_tokens for report in asking.asked)
-    sets = {name: _counts(run, name, len(ids)) for name, ids in prompts.items()}
+    counts = {name: counts_of(run, one) for name, one in sets.items()}
     return {
-        "headline": _headline(sets.values()),
-        "sets": sets,
-        "asked": len(asking.asked),
+        "headline": _headline(counts.values()),
+        "sets": counts,
+        "asked": asking.asked,
         "seconds": round(seconds, 1),
-        "output_tokens_per_second": round(new_tokens / seconds, 1),
+        "output_tokens_per_second": round(asking.tokens / seconds, 1),
     }
 
 
-def _prompt_files(run: RunFolder, set_name: str) -> list[Path]:
-    return sorted((run.prompts / set_name).glob("*.parquet"))
+def _dataset(
+    recipe: Recipe, plan: WorkerPlan, files: Sequence[str], ids: pa.Array, *, servers: int
+) -> Any:
+    """Wanted prompts through the workers: a Ray `Dataset` of how many rows became durable."""
+    import ray
+    from ray.data import ActorPoolStrategy, DataContext
 
-
-def _prompt_ids(run: RunFolder, set_name: str) -> list[str]:
-    """The sample ids of a set, in file order. Each may come once, and belongs to this set."""
-    files = _prompt_files(run, set_name)
-    if not files:
-        raise PreflightFailed(
-            f"there are no prompts in {run.prompts / set_name}",
-            expected="the prompt files that prepare makes",
-            change="run `eyas prepare` with this recipe first",
+    _quiet_console()
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_no_progress_timeout_s = -1  # a block may take as long as a deadline
+    permits = plan.pool.max_in_flight_per_server * servers
+    shape = call_shape(len(ids), recipe.generate.workers, permits)
+    return (
+        ray.data.read_parquet(list(files), partitioning=None)
+        .map_batches(
+            # In a list, so that Ray hands over the reference and not each time the ids.
+            functools.partial(_keep, wanted=[ray.put(ids)]),
+            batch_format="pyarrow",
+            batch_size=None,
         )
-    tables = [pq.read_table(path, columns=["sample_id", "dataset"]) for path in files]
-    table = pa.concat_tables(tables)
-    ids: list[str] = table["sample_id"].to_pylist()
-    datasets = set(table["dataset"].to_pylist())
-    if len(set(ids)) != len(ids) or not datasets <= {set_name}:
-        raise VerificationFailed(
-            f"{run.prompts / set_name}: {len(ids) - len(set(ids))} sample ids come twice, "
-            f"datasets are {sorted(datasets)}",
-            expected=f"every sample id once, and only the set {set_name}",
-            change="make the prompts again with `eyas prepare`",
+        .repartition(target_num_rows_per_block=shape.rows)
+        .map_batches(
+            GenerateWorker,
+            fn_constructor_args=(plan,),
+            batch_format="pyarrow",
+            batch_size=None,
+            num_cpus=_WORKER_CPUS,
+            compute=ActorPoolStrategy(
+                size=recipe.generate.workers,
+                max_concurrent_calls_per_actor=shape.calls,
+                max_tasks_in_flight_per_actor=shape.calls + 4,
+                enable_true_multi_threading=True,
+            ),
+            label_selector=_place(recipe),
         )
-    return ids
-
-
-def _held_reports(run: RunFolder, set_name: str) -> dict[str, RowReport]:
-    """The rows that are not asked again: all that are committed, and every durable reply.
-
-    A row that failed (a dead server, say) and is not committed yet gets another chance.
-    """
-    committed = committed_ids(run, set_name)
-    return {
-        report.sample_id: report
-        for report in durable_reports(run, set_name)
-        if report.has_reply or report.sample_id in committed
-    }
-
-
-def _is_open(run: RunFolder, set_name: str, ids: Sequence[str]) -> bool:
-    """Whether a set is still to be committed, or has prompts beyond its commit."""
-    return not set(ids) <= committed_ids(run, set_name)
-
-
-def _missing(
-    prompts: Mapping[str, Sequence[str]], held: Mapping[str, Mapping[str, RowReport]]
-) -> dict[str, list[str]]:
-    return {name: [one for one in ids if one not in held[name]] for name, ids in prompts.items()}
-
-
-def _counts(run: RunFolder, set_name: str, prompts: int) -> dict[str, Any]:
-    """What was committed for a set, read from the committed files."""
-    rejected: collections.Counter[str] = collections.Counter()
-    failed: collections.Counter[str] = collections.Counter()
-    ok = prompt_tokens = output_tokens = 0
-    for path in committed_files(run, set_name):
-        table = pq.read_table(path, columns=["status", "usage"], partitioning=None)
-        for row in table.to_pylist():
-            kind, _, reason = row["status"].partition(":")
-            match kind:
-                case "ok":
-                    ok += 1
-                    prompt_tokens += row["usage"]["prompt_tokens"]
-                    output_tokens += row["usage"]["completion_tokens"]
-                case "rejected":
-                    rejected[reason] += 1
-                case _:
-                    failed[reason] += 1
-    assert prompts == ok + rejected.total() + failed.total()
-    return {
-        "prompts": prompts,
-        "ok": ok,
-        "rejected": dict(sorted(rejected.items())),
-        "failed": dict(sorted(failed.items())),
-        "prompt_tokens": prompt_tokens,  # of the ok rows, as is the next
-        "output_tokens": output_tokens,
-    }
-
-
-def _headline(sets: Collection[Mapping[str, Any]]) -> str:
-    ok, tokens = (sum(one[key] for one in sets) for key in ("ok", "output_tokens"))
-    rejected, failed = (
-        sum(sum(one[key].values()) for one in sets) for key in ("rejected", "failed")
     )
-    return f"{ok:,} ok, {rejected:,} rejected, {failed:,} failed; {tokens:,} tokens"
 
 
-class _Asking:
-    """One session of asking: what is held is judged, then the canary, then the rest under watch."""
+@dataclass(frozen=True)
+class CallShape:
+    """How Ray Data calls a worker: rows in a call, calls at once."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        run: RunFolder,
-        events: EventLog,
-        prompts: Mapping[str, Sequence[str]],
-        held: dict[str, dict[str, RowReport]],
-    ) -> None:
-        self.asked: list[RowReport] = []
-        self._recipe, self._run, self._events = recipe, run, events
-        self._prompts, self._held = prompts, held
-        total = sum(len(ids) for ids in prompts.values())
-        left = sum(len(ids) for ids in _missing(prompts, held).values())
-        self._progress = Progress("generate", total=total, done=total - left, unit="rows")
-        self._started, self._tokens = time.monotonic(), 0
+    rows: int
+    calls: int
 
-    def run_to_the_end(self) -> None:
-        """Ask for all that is missing. Raises `QualityStop`.
 
-        A stop of an earlier session is repeated from the rows that are held, without a server.
-        """
-        canary = self._missing_of_canary()
-        if not any(canary.values()):
-            self._judge_canaries()
-            for name in self._prompts:
-                self._judge_if_full(name, self._last_window(name))
-        if not any(_missing(self._prompts, self._held).values()):
-            return
-        with _servers(self._recipe, self._run, self._events) as urls:
-            if any(canary.values()):
-                for reports in self._ask(canary, urls):
-                    self._count(reports)
-                self._judge_canaries()
-            self._ask_the_rest(urls)
-
-    def _ask_the_rest(self, urls: Sequence[str]) -> None:
-        rest = _missing(self._prompts, self._held)
-        if not any(rest.values()):
-            return
-        windows = {name: self._last_window(name) for name in self._prompts}
-        for reports in self._ask(rest, urls):
-            self._count(reports)
-            for report in reports:
-                windows[report.dataset] = windows[report.dataset].after(report)
-                self._judge_if_full(report.dataset, windows[report.dataset])
-
-    def _last_window(self, name: str) -> Window:
-        size = self._recipe.generate.gates.canary_rows
-        held = sorted(self._held[name].values(), key=lambda one: (one.finished_us, one.sample_id))
-        return Window(size, tuple(held[-size:]))
-
-    def _judge_if_full(self, name: str, window: Window) -> None:
-        if window.is_full:
-            self._judge(name, window.reports, "window")
-
-    def _count(self, reports: Sequence[RowReport]) -> None:
-        for report in reports:
-            self._held[report.dataset][report.sample_id] = report
-            self._tokens += report.output_tokens
-        self.asked += reports
-        elapsed = max(time.monotonic() - self._started, 1e-9)
-        self._progress.advance(len(reports), {"tokens/s": f"{self._tokens / elapsed:,.0f}"})
-
-    def _canary(self, name: str) -> Sequence[str]:
-        return self._prompts[name][: self._recipe.generate.gates.canary_rows]
-
-    def _missing_of_canary(self) -> dict[str, list[str]]:
-        return _missing({name: self._canary(name) for name in self._prompts}, self._held)
-
-    def _judge_canaries(self) -> None:
-        for name in self._prompts:
-            reports = [self._held[name][one] for one in self._canary(name)]
-            self._judge(name, reports, "canary")
-
-    def _judge(self, name: str, reports: Sequence[RowReport], phase: str) -> None:
-        gates = self._recipe.generate.gates
-        verdict = judge_window(reports, gates)
-        figures = asdict(verdict.figures)
-        match verdict:
-            case Stop(reason=reason, cause=cause, cure=cure):
-                self._events.append("quality_stop", set=name, phase=phase, reason=reason, **figures)
-                raise QualityStop(
-                    f"set {name}, {phase}: {reason}; most likely {cause}",
-                    expected=f"at most {gates.max_rejected_share:.0%} rejected and at least "
-                    f"{gates.min_reasoning_share:.0%} with reasoning in {len(reports)} rows",
-                    change=f"{cure}. The rows are kept in {self._run.segments / name}; remove that "
-                    "folder to ask them again",
-                )
-            case _ if phase == "canary":
-                self._events.append("canary_passed", set=name, **figures)
-
-    def _ask(
-        self, wanted: Mapping[str, Sequence[str]], urls: Sequence[str]
-    ) -> Iterator[list[RowReport]]:
-        """Have workers answer the wanted rows; yield them as they become durable, in any order."""
-        import ray
-        from ray.data import ActorPoolStrategy, DataContext
-
-        plan = WorkerPlan.of(self._recipe, self._run, tuple(urls))
-        files = [
-            str(path)
-            for name, ids in wanted.items()
-            if ids
-            for path in _prompt_files(self._run, name)
-        ]
-        ids = ray.put(pa.array([one for ids in wanted.values() for one in ids], pa.string()))
-        rows = plan.rows_per_call
-        _quiet_console()
-        context = DataContext.get_current()
-        context.enable_progress_bars = False
-        context.execution_no_progress_timeout_s = -1  # a block may take as long as a deadline
-        dataset = (
-            ray.data.read_parquet(files, partitioning=None)
-            .map_batches(
-                # In a list, so that Ray hands over the reference and not each time the ids.
-                functools.partial(_keep, wanted=[ids]),
-                batch_format="pyarrow",
-                batch_size=None,
-            )
-            .repartition(target_num_rows_per_block=rows)
-            .map_batches(
-                GenerateWorker,
-                fn_constructor_args=(plan,),
-                batch_format="pyarrow",
-                batch_size=None,
-                num_cpus=_WORKER_CPUS,
-                compute=ActorPoolStrategy(
-                    size=self._recipe.generate.workers,
-                    max_concurrent_calls_per_actor=_CALLS_PER_WORKER,
-                    max_tasks_in_flight_per_actor=_CALLS_PER_WORKER + 4,
-                    enable_true_multi_threading=True,
-                ),
-                label_selector=_place(self._recipe),
-            )
-        )
-        for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-            table: pa.Table = batch
-            yield [RowReport(**row) for row in table.to_pylist()]
+def call_shape(prompts: int, workers: int, permits: int) -> CallShape:
+    """Calls big enough to cost little, small enough that every worker gets many; and so many at
+    once that a worker has admitted several times the rows it has permits for. `permits` are one
+    worker's, over all servers."""
+    least, most = _ROWS_PER_CALL
+    rows = min(most, max(least, prompts // (workers * _CALLS_PER_WORKER)))
+    fewest, many = _CALLS_AT_ONCE
+    return CallShape(rows, min(many, max(fewest, -(-_ADMITTED_PER_PERMIT * permits // rows))))
 
 
 def _place(recipe: Recipe) -> dict[str, str] | None:
-    """Embedded servers listen on this node's loopback, so their workers live here too."""
-    if not isinstance(recipe.generate.servers, EmbeddedServers):
-        return None
+    """Servers that listen on this node's loopback have their workers here too."""
     import ray
 
-    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    match recipe.generate.servers:
+        case AttachedServers() | LaunchedServers(listen="network"):
+            return None
+        case _:
+            return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
 
 
 def _quiet_console() -> None:
@@ -322,27 +156,157 @@ def _keep(batch: pa.Table, wanted: list[Any]) -> pa.Table:
 
 
 @contextmanager
-def _servers(recipe: Recipe, run: RunFolder, events: EventLog) -> Iterator[tuple[str, ...]]:
-    """Servers that run and fit the recipe."""
-    target, need = Path(recipe.target.path), recipe.prompts.context_tokens
+def _mailbox() -> Iterator[Mailbox]:
+    mailbox = Mailbox()
+    try:
+        yield mailbox
+    finally:
+        mailbox.end()
+
+
+@contextmanager
+def _servers(recipe: Recipe, run: RunFolder, events: EventLog) -> Iterator[Fleet]:
+    """Servers that run and fit the recipe; those that come later join by themselves."""
+    files = [sorted((run.prompts / one.name).glob("*.parquet"))[0] for one in recipe.prompts.train]
     try:
         with running_servers(
             recipe.generate.servers,
-            target=target,
+            target=Path(recipe.target.path),
             options=EngineOptions(),
             logs=run.logs,
             label="generate",
-            admission=Admission(
-                Expectation(target, need, model_context_tokens(target)), vocab_size=0
-            ),
+            wait_for="first",
+            admission=admission_of(recipe, files[:_PROBES]),
             on_event=lambda name, fields: events.append(name, **fields),
         ) as fleet:
-            yield fleet.urls
+            yield fleet
     except ServerUnfit as error:
         raise PreflightFailed(error.seen, expected=error.expected, change=error.change) from error
     except ServerFailed as error:
         raise PreflightFailed(
             str(error),
-            expected="a server that becomes ready",
-            change="read the log above; generate.servers.ready_seconds is how long it may take",
+            expected="a server that becomes ready, and stays so",
+            change="read the log above; generate.servers.ready_seconds says how long it may take",
         ) from error
+
+
+def _headline(sets: Collection[Mapping[str, Any]]) -> str:
+    ok, tokens = (sum(one[key] for one in sets) for key in ("ok", "output_tokens"))
+    rejected, failed = (
+        sum(sum(one[key].values()) for one in sets) for key in ("rejected", "failed")
+    )
+    return f"{ok:,} ok, {rejected:,} rejected, {failed:,} failed; {tokens:,} tokens"
+
+
+class _Asking:
+    """One session of asking: the canary, then the rest, both under watch."""
+
+    def __init__(
+        self, recipe: Recipe, run: RunFolder, events: EventLog, sets: Mapping[str, Wanted]
+    ) -> None:
+        self.asked = self.tokens = 0  # rows and their output tokens, of this session
+        self._recipe, self._run, self._events, self._sets = recipe, run, events, sets
+        self._seen = frozenset(one for wanted in sets.values() for one in wanted.segment_names)
+
+    def run_to_the_end(self) -> None:
+        """Ask for all that is missing. Raises `QualityStop`."""
+        if not any(wanted.missing() for wanted in self._sets.values()):
+            return
+        total = sum(wanted.total for wanted in self._sets.values())
+        held = sum(len(wanted.held) for wanted in self._sets.values())
+        progress = Progress("generate", total=total, done=held, unit="rows")
+        with _servers(self._recipe, self._run, self._events) as fleet, _mailbox() as mailbox:
+            monitor = self._monitor()
+            watch = Watch(mailbox, monitor, progress, fleet.check, self._count)
+            with watch:
+                self._ask(self._canary(len(fleet.states())), fleet, mailbox, watch)
+                self._ask_the_rest(fleet, mailbox, watch)
+            if watch.stop is not None:
+                self._stop(watch.stop, monitor)
+
+    def _ask_the_rest(self, fleet: Fleet, mailbox: Mailbox, watch: Watch) -> None:
+        if not watch.look():
+            return
+        self._events.append("canary_passed")
+        rest = {name: wanted.missing() for name, wanted in self._sets.items()}
+        self._ask(rest, fleet, mailbox, watch)
+
+    def _canary(self, servers: int) -> dict[str, list[str]]:
+        """What is missing of each set's first prompts: enough rows for every set and server."""
+        rows = self._recipe.generate.gates.canary_rows
+        each = max(rows, -(-rows * servers // len(self._sets)))
+        return {name: wanted.missing(wanted.first(each)) for name, wanted in self._sets.items()}
+
+    def _monitor(self) -> Monitor:
+        """A monitor that knows the rows which are held."""
+        sizes = {name: wanted.total for name, wanted in self._sets.items()}
+        monitor = Monitor(self._recipe.generate.gates, sizes)
+        held = [report for wanted in self._sets.values() for report in wanted.reports]
+        for report in sorted(held, key=lambda one: (one.finished_us, one.sample_id)):
+            monitor.add(report, None)
+        for wanted in self._sets.values():
+            wanted.reports.clear()
+        return monitor
+
+    def _count(self, reports: Sequence[RowReport]) -> None:
+        for report in reports:
+            self._sets[report.dataset].held.add(report.sample_id)
+            self.tokens += report.output_tokens
+        self.asked += len(reports)
+
+    def _ask(
+        self,
+        wanted: Mapping[str, Sequence[str]],
+        fleet: Fleet,
+        mailbox: Mailbox,
+        watch: Watch,
+    ) -> None:
+        """Have workers answer the wanted prompts, until all are or the watch ends it."""
+        if not any(wanted.values()):
+            return
+        import ray
+
+        plan = WorkerPlan.of(
+            self._recipe,
+            self._run,
+            servers=fleet.subscription,
+            report=mailbox.outbox,
+            seen_segments=self._seen,
+            earlier_turns=frozenset(
+                one for name, ids in wanted.items() for one in self._sets[name].earlier_turns(ids)
+            ),
+        )
+        asked = [name for name, ids in wanted.items() if ids]
+        files = [str(path) for name in asked for path in self._sets[name].files]
+        ids = pa.array([one for ids in wanted.values() for one in ids], pa.string())
+        dataset = _dataset(self._recipe, plan, files, ids, servers=len(fleet.states()))
+        try:
+            for _ in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+                if watch.is_overdue:
+                    break
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RunError):
+                raise error.cause from None
+            raise
+        watch.raise_error()
+
+    def _stop(self, stop: Stop, monitor: Monitor) -> NoReturn:
+        """Remember what the gate saw, and end the run."""
+        suspects = monitor.suspects(stop.scope)
+        remember_stop(self._run, QualityMark(stop.reason, stop.phase, suspects))
+        figures = {name: value for name, value in asdict(stop.figures).items() if value is not None}
+        self._events.append(
+            "quality_stop",
+            scope=str(stop.scope),
+            phase=stop.phase,
+            reason=stop.reason,
+            cause=stop.cause,
+            **figures,
+        )
+        rows = sum(len(ids) for ids in suspects.values())
+        raise QualityStop(
+            f"{stop.scope}, {stop.phase}: {stop.reason}; most likely {stop.cause}",
+            expected="rows within the limits of generate.gates",
+            change=f"{stop.cure}. Then run the same command: it goes on from here, and asks the "
+            f"{rows} rows of this {stop.phase} again",
+        )

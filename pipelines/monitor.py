@@ -284,6 +284,13 @@ class Monitor:
         """What the present window of a scope shows."""
         return (self._windows[scope] if scope in self._windows else _Window(1)).figures()
 
+    def suspects(self, scope: Scope) -> dict[str, tuple[str, ...]]:
+        """The sample ids of the rows in a scope's present window, by set; none of the run."""
+        found: dict[str, list[str]] = {}
+        for one in self._windows[scope].rows if scope in self._windows else ():
+            found.setdefault(one.dataset, []).append(one.sample_id)
+        return {name: tuple(ids) for name, ids in found.items()}
+
     @property
     def scopes(self) -> tuple[Scope, ...]:
         """Every set and server that rows came from."""

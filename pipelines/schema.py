@@ -112,7 +112,8 @@ class Segment:
 
 def response_id(prompt_id: str, turn: int, sample: int) -> str:
     """The sample id of one response: the prompt's own for the first turn of the first sample."""
-    assert turn >= 1 and sample >= 1
+    assert turn >= 1
+    assert sample >= 1
     return prompt_id if turn == sample == 1 else f"{prompt_id}.t{turn}.s{sample}"
 
 

@@ -14,6 +14,8 @@ from pipelines.store import RunFolder
 
 logger = logging.getLogger(__name__)
 
+_BEGINNING_SECONDS = 600.0
+
 
 class EventLog:
     """Append-only log of one run's changes of state. Never one line per row."""
@@ -57,7 +59,10 @@ class Progress:
         """Count `count` more; print if it is time. `notes` are shown as they are."""
         self._done += count
         now = time.monotonic()
-        if now - self._printed >= self._every or self._done >= self._total:
+        # A run of days has a line a minute: it says that somebody is there, rows or no rows.
+        every = self._every if now - self._started < _BEGINNING_SECONDS else 12 * self._every
+        is_end = self._done >= self._total and count > 0
+        if now - self._printed >= every or is_end:
             self._printed = now
             self._print(now, notes or {})
 

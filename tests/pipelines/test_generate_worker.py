@@ -1,67 +1,259 @@
 """What one worker does with a batch, without Ray."""
 
+import dataclasses
+import json
 import threading
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from actors.errors import BadReply
-from actors.protocol import Completion, Finish, GenerateRequest
+from pipelines.durable_rows import DurableRows
+from pipelines.errors import StorageFailed
 from pipelines.generate_worker import (
     GenerateWorker,
-    WorkerPlan,
-    check_counts,
+    prompt_rows,
     row_seed,
     target_vocab_size,
 )
 from pipelines.recipe import load_recipe
 from pipelines.schema import PROMPT_SCHEMA
-from pipelines.segments import durable_ids
+from pipelines.segments import commit, durable_ids, durable_reports
 from pipelines.store import RunFolder
-from tests.support.fake_server import FakeServer, Reply, good_reply
-from tests.support.generate_run import by_number, prompt_row, recipe_for
+from tests.support.fake_server import FakeServer, Hang, Reply, good_reply
+from tests.support.generate_run import Always, by_number, plan_of, prompt_row, recipe_for
 from tests.support.road import write_recipe
 
 
 @pytest.fixture
 def plan_for(tmp_path, tiny_target):
-    def make(url, *overrides):
+    def make(url, *overrides, **changes):
         recipe = recipe_for(tmp_path, tiny_target, url, *overrides)
-        return WorkerPlan.of(recipe, RunFolder(tmp_path / "run"), (url,))
+        return plan_of(recipe, RunFolder(tmp_path / "run"), url, **changes)
 
     return make
+
+
+@pytest.fixture
+def serving(tiny_target):
+    return lambda script=by_number: FakeServer(script, model_path=str(tiny_target))
+
+
+@pytest.fixture
+def working():
+    workers = []
+
+    def start(plan):
+        workers.append(GenerateWorker(plan))
+        return workers[-1]
+
+    yield start
+    for one in workers:
+        one.close()
 
 
 def batch(*numbers):
     return pa.Table.from_pylist([prompt_row(one) for one in numbers], schema=PROMPT_SCHEMA)
 
 
-def test_a_batch_is_durable_when_its_reports_come_back(plan_for):
-    with FakeServer(by_number) as server:
+def statuses(plan):
+    return {one.sample_id: one.status for one in durable_reports(plan.run, "chat")}
+
+
+def test_rows_are_durable_and_reported_when_the_call_returns(plan_for, serving, working):
+    with serving() as server:
         plan = plan_for(server.url)
-        reports = GenerateWorker(plan)(batch(0, 3, 9)).to_pylist()
-    assert [one["status"] for one in reports] == [
-        "ok",
-        "rejected:empty_content",
-        "failed:http_400",
+        assert working(plan)(batch(0, 3, 9))["rows"].to_pylist() == [3]
+    rows = [prompt_row(number)["sample_id"] for number in (0, 3, 9)]
+    expected = dict(zip(rows, ["ok", "rejected:empty_content", "failed:http_400"], strict=True))
+    assert statuses(plan) == expected
+    assert {one.sample_id: one.status for one in plan.report.reports} == expected
+    assert sorted(one.output_tokens for one in plan.report.reports) == [0, 1, 4]
+
+
+def test_a_restarted_worker_does_not_ask_again_for_what_is_durable(plan_for, serving, working):
+    with serving() as server:
+        plan = plan_for(server.url)
+        working(plan)(batch(0, 1))
+        assert working(plan)(batch(0, 1, 2))["rows"].to_pylist() == [1]
+    assert sorted(http["input_ids"][1] for http in server.requests) == [0, 1, 2]
+
+
+def test_a_row_of_a_segment_that_the_driver_saw_is_not_looked_up(plan_for, serving, working):
+    with serving() as server:
+        plan = plan_for(server.url)
+        working(plan)(batch(0, 1))
+        names = frozenset(path.name for path in plan.run.segments.rglob("*.arrow"))
+    known = DurableRows(plan.run, ["chat"], skip=names, also=["chat-000000000001"])
+    assert "chat-000000000000" not in known
+    assert known.row("chat-000000000001")["output_ids"] == [40, 41, 42, 2]
+
+
+def test_a_failed_row_is_asked_again_and_a_committed_one_is_found(plan_for, serving, working):
+    with serving() as server:
+        plan = plan_for(server.url)
+        working(plan)(batch(0, 9))
+        commit(plan.run, "chat", ["chat-000000000000", "chat-000000000009"])
+    known = DurableRows(plan.run, ["chat"], also=["chat-000000000000", "chat-000000000009"])
+    assert known.row("chat-000000000000")["status"] == "ok"
+    assert "chat-000000000009" not in known
+
+
+def test_a_closed_tap_ends_the_call_tells_the_server_and_keeps_what_came(
+    plan_for, serving, working
+):
+    def script(request, _):
+        return Hang() if request["input_ids"][1] == 7 else Reply(good_reply(request))
+
+    with serving(script) as server:
+        plan = plan_for(server.url)
+        worker = working(plan)
+        call = threading.Thread(target=worker, args=(batch(1, 7),))
+        call.start()
+        assert server.hanging.wait(20)
+        plan.report.is_open = False
+        call.join(20)
+        assert not call.is_alive()
+        assert server.abort_came.wait(20)
+        assert worker(batch(2))["rows"].to_pylist() == [0]
+    assert statuses(plan) == {"chat-000000000001": "ok"}
+
+
+def test_a_server_that_joins_later_is_used(plan_for, serving, working):
+    with serving() as server:
+        reports = []
+        plan = plan_for("http://127.0.0.1:1", servers=lambda: tuple(reports))
+        worker = working(plan)
+        call = threading.Thread(target=worker, args=(batch(0, 1),))
+        call.start()
+        call.join(0.5)
+        assert call.is_alive()
+        reports += Always((server.url,))()
+        call.join(20)
+        assert not call.is_alive()
+    assert set(statuses(plan).values()) == {"ok"}
+
+
+def test_rows_of_a_server_that_became_another_model_are_not_kept(plan_for, serving, working):
+    """Its replies keep the contract; only what it says of itself tells that they are foreign."""
+
+    def exchanged(request, _):
+        server.model_info["model_path"] = "/models/other"
+        server.server_info["random_seed"] = 2
+        return Reply(good_reply(request))
+
+    with serving(exchanged) as server, serving() as other:
+        server.server_info["random_seed"] = 1
+        plan = plan_for(server.url, servers=Always((server.url,)))
+        plan = dataclasses.replace(plan, servers=Always((server.url, other.url)))
+        working(plan)(batch(*(one for one in range(40) if one % 10 not in (3, 9))))
+    rows = durable_reports(plan.run, "chat")
+    assert server.requests
+    assert len(rows) == 32
+    assert {one.server for one in rows} == {other.url}
+
+
+def test_a_disk_that_takes_no_more_ends_the_call_with_its_reason(
+    plan_for, serving, working, monkeypatch
+):
+    def full(*_):
+        raise StorageFailed("the disk is full", expected="room", change="make room")
+
+    monkeypatch.setattr("pipelines.ledger._FLUSH_SECONDS", 0.01)
+    with serving() as server:
+        worker = working(plan_for(server.url))
+        worker(batch(0))
+        monkeypatch.setattr("pipelines.segments.write_segment", full)
+        with pytest.raises(StorageFailed, match="the disk is full"):
+            worker(batch(1, 2))
+        with pytest.raises(StorageFailed):
+            worker(batch(4))
+
+
+def test_a_conversation_is_answered_turn_by_turn_with_the_models_own_answers(
+    plan_for, serving, working
+):
+    prompt = {
+        **prompt_row(1),
+        "messages": json.dumps([{"role": "user", "content": one} for one in "abc"]),
+        "history": [[1, 1, 5], [2, 6]],
+        "continuations": [[2, 6, 7], [2, 6, 7]],
+    }
+
+    def script(request, _):
+        turn = 1 + request["input_ids"].count(2)
+        return Reply(good_reply(request, [40 + turn, 60 + turn, 2]))
+
+    with serving(script) as server:
+        plan = plan_for(server.url, "generate.samples_per_prompt=2", "prompts.turns=every")
+        table = pa.Table.from_pylist([prompt], schema=PROMPT_SCHEMA)
+        assert working(plan)(table)["rows"].to_pylist() == [6]
+        again = working(plan)
+        assert again(table)["rows"].to_pylist() == [0]
+    asked = sorted(tuple(http["input_ids"]) for http in server.requests)
+    assert asked[::2] == asked[1::2]  # two samples
+    assert asked[::2] == [
+        (1, 1, 5),
+        (1, 1, 5, 41, 61, 2, 6, 7),
+        (1, 1, 5, 41, 61, 2, 6, 42, 62, 2, 6, 7),
     ]
-    assert [one["output_tokens"] for one in reports] == [4, 1, 0]
-    assert durable_ids(plan.run, "chat") == {one["sample_id"] for one in reports}
+    names = [f"chat-000000000001.t{turn}.s{sample}" for turn in (1, 2, 3) for sample in (1, 2)]
+    assert durable_ids(plan.run, "chat") == {"chat-000000000001", *names[1:]}
+    seeds = [http["sampling_params"]["sampling_seed"] for http in server.requests]
+    assert len(set(seeds)) == 6
+    commit(plan.run, "chat", ["chat-000000000001", *names[1:]])
+    rows = pq.read_table(plan.run.responses / "chat", partitioning=None).to_pylist()
+    by_turn = {(row["turn"], row["sample"]): row for row in rows}
+    assert [one["role"] for one in json.loads(by_turn[3, 2]["messages"])] == [
+        *("user", "assistant", "user", "assistant", "user")
+    ]
+    assert json.loads(by_turn[2, 1]["messages"])[1]["content"] == by_turn[1, 1]["content"]
+    assert by_turn[2, 1]["prompt_id"] == "chat-000000000001"
 
 
-def test_a_restarted_worker_does_not_ask_again_for_what_is_durable(plan_for):
-    with FakeServer(by_number) as server:
+def test_an_unfinished_conversation_goes_on_from_the_turns_that_are_durable(
+    plan_for, serving, working
+):
+    prompt = {
+        **prompt_row(1),
+        "messages": json.dumps([{"role": "user", "content": one} for one in "ab"]),
+        "history": [[1, 1, 5]],
+        "continuations": [[2, 6, 7]],
+    }
+    with serving() as server:
         plan = plan_for(server.url)
-        first = GenerateWorker(plan)(batch(0, 1)).to_pylist()
-        again = GenerateWorker(plan)(batch(0, 1, 2)).to_pylist()
-    assert again[:2] == first
-    assert [http["input_ids"][1] for http in sorted(server.requests, key=str)].count(0) == 1
-    assert len(server.requests) == 3
+        working(plan)(batch(1))
+        seen = frozenset(path.name for path in plan.run.segments.rglob("*.arrow"))
+        plan = dataclasses.replace(
+            plan, seen_segments=seen, earlier_turns=frozenset({"chat-000000000001"})
+        )
+        table = pa.Table.from_pylist([prompt], schema=PROMPT_SCHEMA)
+        assert working(plan)(table)["rows"].to_pylist() == [1]
+    assert [http["input_ids"] for http in server.requests][1] == [1, 1, 5, 40, 41, 42, 2, 6, 7]
 
 
-def test_calls_at_once_share_the_permits(plan_for):
-    with FakeServer(by_number) as server:
-        worker = GenerateWorker(plan_for(server.url, "generate.pool={max_in_flight_per_server: 2}"))
+def test_a_turn_after_a_rejected_answer_is_not_asked(plan_for, serving, working):
+    prompt = {
+        **prompt_row(3),  # its answer has no content
+        "messages": json.dumps([{"role": "user", "content": one} for one in "ab"]),
+        "history": [[1, 3, 5]],
+        "continuations": [[2, 6, 7]],
+    }
+    with serving() as server:
+        plan = plan_for(server.url)
+        working(plan)(pa.Table.from_pylist([prompt], schema=PROMPT_SCHEMA))
+    assert len(server.requests) == 1
+    assert statuses(plan)["chat-000000000003.t2.s1"] == "failed:earlier_turn"
+
+
+def test_rows_come_out_of_a_slice_of_a_batch_as_they_are():
+    table = batch(0, 1, 2, 3).slice(1, 2)
+    assert prompt_rows(table) == table.to_pylist()
+
+
+def test_calls_at_once_share_the_permits(plan_for, serving, working):
+    with serving() as server:
+        worker = working(plan_for(server.url, "generate.pool={max_in_flight_per_server: 2}"))
         calls = [
             threading.Thread(target=worker, args=(batch(*range(start, start + 3)),))
             for start in range(0, 200, 20)
@@ -74,13 +266,14 @@ def test_calls_at_once_share_the_permits(plan_for):
     assert server.most_in_flight <= 2
 
 
-def test_the_room_of_a_row_is_what_the_context_leaves_less_one(plan_for):
+def test_the_room_of_a_row_is_what_the_context_leaves_less_one(plan_for, serving, working):
     def script(request, _):
         return Reply(good_reply(request))
 
     row = prompt_row(1)
-    with FakeServer(script) as server:
-        worker = GenerateWorker(plan_for(server.url))  # context 256, cap 32
+    with serving(script) as server:
+        plan = plan_for(server.url)
+        worker = working(plan)  # context 256, cap 32
         for length in (3, 240, 255, 300):
             prompt = {
                 **row,
@@ -88,15 +281,17 @@ def test_the_room_of_a_row_is_what_the_context_leaves_less_one(plan_for):
                 "prompt_ids": [1, length % 250] + [5] * (length - 2),
             }
             table = pa.Table.from_pylist([prompt], schema=PROMPT_SCHEMA)
-            status = worker(table)["status"][0].as_py()
-            assert status == ("ok" if length <= 240 else "failed:no_room")
+            worker(table)
+            assert statuses(plan)[prompt["sample_id"]] == (
+                "ok" if length <= 240 else "failed:no_room"
+            )
     sent = [http["sampling_params"] for http in server.requests]
     assert [one["max_new_tokens"] for one in sent] == [32, 15]
 
 
-def test_every_sampling_field_is_sent_and_each_row_has_its_own_seed(plan_for):
-    with FakeServer(by_number) as server:
-        GenerateWorker(plan_for(server.url))(batch(0, 1))
+def test_every_sampling_field_is_sent_and_each_row_has_its_own_seed(plan_for, serving, working):
+    with serving() as server:
+        working(plan_for(server.url))(batch(0, 1))
     one, two = (http["sampling_params"] for http in server.requests)
     assert one["sampling_seed"] != two["sampling_seed"]
     assert {**one, "sampling_seed": 0} == {**two, "sampling_seed": 0}
@@ -115,19 +310,13 @@ def test_workers_share_the_permits_of_a_server(plan_for):
     assert plan_for("http://x", pool).pool.max_in_flight_per_server == 8
     shared = plan_for("http://x", pool, "generate.workers=3")
     assert shared.pool.max_in_flight_per_server == 2
-    assert shared.rows_per_call == 8  # never less
+    assert shared.share == pytest.approx(1 / 3)  # of a server's memory for keys and values
 
 
 def test_an_embedded_server_is_asked_for_little_more_than_it_runs(tmp_path, tiny_target):
     recipe = load_recipe(write_recipe(tmp_path, tiny_target))  # runs 8 at once
-    plan = WorkerPlan.of(recipe, RunFolder(tmp_path / "run"), ("http://x",))
+    plan = plan_of(recipe, RunFolder(tmp_path / "run"), "http://x")
     assert plan.pool.max_in_flight_per_server == 11
-
-
-def test_a_count_that_no_column_can_hold_is_a_bad_reply():
-    completion = Completion("r", (2,), "", Finish("stop", 2, None), 1, 1, 2**31, "v", None)
-    with pytest.raises(BadReply, match="cached_tokens"):
-        check_counts(completion, GenerateRequest("r", (1,), {"max_new_tokens": 1}))
 
 
 def test_the_vocabulary_is_the_targets_own(tiny_target):
