@@ -349,7 +349,7 @@ _UPSTREAM: dict[str, tuple[str, ...]] = {
 
 
 # The gates that decide about rows; the others only stop a run, and may be changed to go on.
-_ROW_GATES = (
+ROW_GATES = (
     "finish_reasons",
     "min_content_tokens",
     "max_one_token_share",
@@ -372,7 +372,7 @@ def _dependencies(recipe: dict[str, Any]) -> dict[str, Any]:
         "generate": [
             recipe["generate"]["sampling"],
             recipe["generate"]["samples_per_prompt"],
-            {key: recipe["generate"]["gates"][key] for key in _ROW_GATES},
+            {key: recipe["generate"]["gates"][key] for key in ROW_GATES},
         ],
         "capture": [],
         "train": [recipe["draft"], train],

@@ -7,8 +7,12 @@ import pytest
 import yaml
 
 from pipelines.errors import BadRecipe
-from pipelines.recipe import dump_recipe, fingerprint, load_recipe
+from pipelines.recipe import ROW_GATES, Gates, dump_recipe, fingerprint, load_recipe
 
+_MARKERS = (
+    "{format: %s, section_open_id: null, section_close_id: null, call_open_id: 7, "
+    "call_close_id: 8, arguments_id: %s}"
+)
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 
@@ -46,6 +50,11 @@ def test_a_stored_recipe_reads_back_as_the_same_run(tmp_path):
         ("prompts.train=[]", "prompts.train"),
         ("generate.servers.kind=vllm", "generate.servers"),
         ("target.profile.think_open_id=7", "think_close_id"),
+        ("target.profile.reserved_ids=[[9, 3]]", "[9, 3] is no range"),
+        (f"target.profile.tool_markers={_MARKERS % ('kimi', 'null')}", "kimi needs section_open"),
+        (f"target.profile.tool_markers={_MARKERS % ('hermes', 9)}", "hermes has neither"),
+        (f"target.profile.tool_markers={_MARKERS % ('xml', 'null')}", "tool_markers.format"),
+        ("generate.gates.max_length_drift=1.0", "max_length_drift"),
         ("nowhere.at.all=1", "nowhere"),
         ("name.first=1", "name holds a value"),
         ("train", "key.path=value"),
@@ -92,6 +101,12 @@ def test_two_sets_of_one_name_are_refused():
         ("target.path=/elsewhere/smollm2-135m-instruct", set()),
         ("generate.pool.attempts=9", set()),
         ("train.log_every_steps=3", set()),
+        ("generate.gates.max_rejected_share=0.9", set()),  # it only stops a run
+        ("generate.gates.max_silent_seconds=9.0", set()),
+        (
+            "generate.gates.max_repeated_share=0.9",
+            {"generate", "capture", "train", "export", "evaluate"},
+        ),
         ("generate.servers.threads_per_server=1", set()),
         ("evaluate.draft_steps=2", {"evaluate"}),
         ("train.epochs=1", {"train", "export", "evaluate"}),
@@ -109,3 +124,14 @@ def test_a_fingerprint_changes_with_what_changes_the_artefact(override: str, cha
     before, after = load_recipe(QUICKSTART), load_recipe(QUICKSTART, [override])
     stages = ("prepare", "generate", "capture", "train", "export", "evaluate")
     assert {s for s in stages if fingerprint(before, s) != fingerprint(after, s)} == changed
+
+
+def test_a_gate_without_a_default_comes_before_those_that_only_stop_a_run():
+    required = [name for name, one in Gates.model_fields.items() if one.is_required()]
+    assert required == [*ROW_GATES, "canary_rows", "max_rejected_share", "min_reasoning_share"]
+
+
+def test_reserved_ranges_are_written_out():
+    recipe = load_recipe(QUICKSTART, ["target.profile.reserved_ids=[0, [5, 7]]"])
+    assert recipe.target.profile.reserved == {0, 5, 6, 7}
+    assert recipe.target.profile.marker_ids == {}
