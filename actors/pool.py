@@ -153,6 +153,7 @@ class Pool:
         # Another pool may ask for the same row while a server still holds the first request.
         self._nonce = secrets.token_hex(8)
         self._alarm: asyncio.TimerHandle | None = None
+        self._last_silence = ""  # why a server did not say what it is
 
     async def __aenter__(self) -> "Pool":
         # Of its own: a check may wait for a file, and must not hold up anybody else's threads.
@@ -390,7 +391,8 @@ class Pool:
                 return lease
         turn = _Turn(demand, affinity, asyncio.get_running_loop().create_future())
         self._waiting.append(turn)
-        if self._alone_since is not None:
+        is_alone = self._alone_since is not None
+        if is_alone and (self._alarm is None or self._is_hopeless(now)):  # else the alarm will do
             self._look_after(now)
         try:
             return await turn.future
@@ -520,6 +522,7 @@ class Pool:
             self._alarm = asyncio.get_running_loop().call_later(min(waits), self._on_alarm)
 
     def _on_alarm(self) -> None:
+        self._alarm = None
         self._look_after(time.monotonic())
 
     def _is_gathering(self, now: float) -> bool:
@@ -537,7 +540,10 @@ class Pool:
     def _give_up(self, now: float) -> None:
         """Fail the waiting rows. Rows that come later wait for the next look at an open server."""
         assert self._alone_since is not None
-        fault = Unreachable("no_server", f"no server usable for {now - self._alone_since:.0f} s")
+        said = f"; the last one said: {self._last_silence}" if self._last_silence else ""
+        fault = Unreachable(
+            "no_server", f"no server usable for {now - self._alone_since:.0f} s{said}"
+        )
         for turn in self._waiting:
             if not turn.future.done():
                 turn.future.set_exception(fault)
@@ -609,7 +615,7 @@ class Pool:
 
     def _did_not_say(self, server: _Server, fault: RequestFault) -> None:
         """The server cannot be asked, or answers something else."""
-        state = server.state
+        state, self._last_silence = server.state, f"{server.state.url}: {fault}"
         server.answers_otherwise = not isinstance(fault, Unreachable | Overloaded)
         if state.is_known and fault.fault == "deadline":
             return  # slow is not dead

@@ -655,3 +655,35 @@ def test_a_snapshot_adds_up():
     assert (seen.url, seen.trust, seen.in_flight) == (server.url, "trusted", 0)
     assert (seen.completed, seen.output_tokens) == (6, 18)
     assert seen.faults == {"disconnected": 6}
+
+
+def test_the_requests_in_flight_fit_into_the_servers_memory():
+    script = lambda one, _: Slow(0.01, Reply(good_reply(one)))  # noqa: E731
+    with FakeServer(script, server_info={"max_total_num_tokens": 100}) as server:
+        config = QUICK.model_copy(update={"max_in_flight_per_server": 16})
+
+        async def story():
+            async with Pool([server.url], config, vocab_size=1000) as pool:
+                rows = (pool.generate(request(one, tokens=40)) for one in range(12))
+                return await asyncio.gather(*rows)
+
+        outcomes = asyncio.run(story())
+    assert all(isinstance(one, Completed) for one in outcomes)
+    assert server.most_in_flight == 3  # 2 + 23 tokens each, of 95
+
+
+def test_rows_that_find_no_server_say_why():
+    class Locked(ScriptedServer):
+        async def _model_info(self, _):
+            from aiohttp import web
+
+            return web.json_response({"error": "no key"}, status=401)
+
+    async def story():
+        config = QUICK.model_copy(update={"deadline_base_seconds": 0.2})
+        async with running(Locked()) as urls, Pool(urls, config, vocab_size=1000) as pool:
+            return await pool.generate(request(1))
+
+    outcome = asyncio.run(story())
+    assert outcome.fault == "no_server"
+    assert "EYAS_API_KEY" in outcome.detail
