@@ -291,11 +291,6 @@ class Monitor:
             found.setdefault(one.dataset, []).append(one.sample_id)
         return {name: tuple(ids) for name, ids in found.items()}
 
-    @property
-    def scopes(self) -> tuple[Scope, ...]:
-        """Every set and server that rows came from."""
-        return tuple(self._windows)
-
     def _add_to(self, scope: Scope, report: RowReport) -> None:
         if scope not in self._windows:
             size = self._gates.canary_rows

@@ -8,12 +8,10 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from actors.protocol import Finish
-from pipelines.monitor import explain
 from pipelines.recipe import Gates
-from pipelines.row_report import RowReport
 from pipelines.split import Close, Split
 from pipelines.tool_calls import NO_CALLS, ToolCalls
 
@@ -224,88 +222,3 @@ def last_question(messages: str) -> str:
     """The last user message of a row's `messages` (JSON)."""
     said = [one["content"] for one in json.loads(messages) if one["role"] == "user"]
     return said[-1] if said else ""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a window shows. A share of no rows is None, not zero."""
-
-    rows: int
-    rejected_share: float | None  # failed rows count too
-    reasoning_share: float | None  # of the rows with a reply
-    mean_output_tokens: float | None
-
-
-@dataclass(frozen=True)
-class Go:
-    """Nothing speaks against going on."""
-
-    figures: Figures
-
-
-@dataclass(frozen=True)
-class Stop:
-    """What was seen, what most likely causes it, and what to do."""
-
-    figures: Figures
-    reason: str
-    cause: str
-    cure: str
-
-
-@dataclass(frozen=True)
-class Window:
-    """The last rows of one set, at most `size`."""
-
-    size: int
-    reports: tuple[RowReport, ...] = ()
-
-    def after(self, report: RowReport) -> "Window":
-        """The window with one more row."""
-        return replace(self, reports=(*self.reports, report)[-self.size :])
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it may be judged."""
-        return len(self.reports) == self.size
-
-
-def judge_window(reports: Sequence[RowReport], gates: Gates) -> Go | Stop:
-    """Judge the canary of one set, or any later window of it."""
-    figures = figures_of(reports)
-    if figures.rejected_share is not None and figures.rejected_share > gates.max_rejected_share:
-        bad = collections.Counter(one.status for one in reports if not one.is_ok)
-        status, times = bad.most_common(1)[0]
-        cause, cure = explain(status)
-        return Stop(
-            figures,
-            f"{sum(bad.values())} of {len(reports)} rows are rejected or failed, "
-            f"{times} of them {status}",
-            cause,
-            cure,
-        )
-    share = figures.reasoning_share
-    if share is not None and share < gates.min_reasoning_share:
-        return Stop(
-            figures,
-            f"{share:.0%} of the replies hold reasoning",
-            "the chat template does not open thinking, or the profile's think ids are not the "
-            "target's",
-            "check template_arguments, think_open_id and think_close_id of the target profile",
-        )
-    return Go(figures)
-
-
-def figures_of(reports: Sequence[RowReport]) -> Figures:
-    """Shares and means over rows."""
-    replies = [one for one in reports if one.has_reply]
-    return Figures(
-        rows=len(reports),
-        rejected_share=_share(sum(not one.is_ok for one in reports), len(reports)),
-        reasoning_share=_share(sum(one.reasoning_tokens > 0 for one in replies), len(replies)),
-        mean_output_tokens=_share(sum(one.output_tokens for one in replies), len(replies)),
-    )
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None

@@ -279,6 +279,15 @@ def test_rows_of_an_earlier_start_tell_nothing_about_time():
 # Figures and causes
 
 
+def test_the_suspects_of_a_scope_are_the_rows_of_its_window_by_set():
+    monitor = Monitor(gates(canary_rows=2))
+    for number in range(4):
+        monitor.add(report(number, dataset=f"b{number % 2}"), None)
+    assert monitor.suspects(Scope("server", "http://a")) == {"b0": ("b0-2",), "b1": ("b1-3",)}
+    assert monitor.suspects(Scope("set", "b1")) == {"b1": ("b1-1", "b1-3")}
+    assert monitor.suspects(Scope("run")) == {}
+
+
 def test_a_share_of_nothing_is_absent_and_not_zero():
     monitor = Monitor(THINKING)
     assert monitor.figures(Scope("set", "b1")).rejected_share is None

@@ -1,4 +1,4 @@
-"""Gates of a row, and the watch over a run."""
+"""Gates of a row."""
 
 import json
 import re
@@ -12,17 +12,11 @@ from hypothesis import strategies as st
 from actors.protocol import Finish
 from pipelines.quality import (
     Accepted,
-    Go,
     Rejected,
-    Stop,
-    Window,
-    figures_of,
     judge,
-    judge_window,
     last_question,
     repeated_runs,
 )
-from pipelines.row_report import RowReport
 from pipelines.split import Splitter
 from pipelines.tool_calls import ToolCall, ToolCalls
 from tests.support.profiles import CALL, CALL_END, CLOSE, OPEN, QWEN, STOP, THINKS, gates
@@ -226,67 +220,3 @@ def test_the_last_question_is_the_last_user_message():
     messages = json.dumps([{"role": role, "content": text} for role, text in said])
     assert last_question(messages) == "d"
     assert last_question("[]") == ""
-
-
-# Windows
-
-
-def report(status="ok", *, reasoning=3, tokens=10):
-    return RowReport(
-        "id", "id", "set", status, 5, tokens, reasoning, 0, "http://s", "stop", True, 1, 70
-    )
-
-
-def test_a_window_stops_on_too_many_bad_rows_and_names_the_usual_one():
-    bad = [report("failed:missing_completion_tokens"), report("rejected:empty_content")]
-    stop = judge_window([report(), *bad, bad[0]], GATES)
-    assert isinstance(stop, Stop)
-    assert "3 of 4" in stop.reason
-    assert "failed:missing_completion_tokens" in stop.reason
-    assert isinstance(judge_window([report(), report(), *bad], GATES), Go)
-
-
-def test_a_window_stops_when_a_thinking_target_does_not_think():
-    rule = gates(min_reasoning_share=0.5)
-    rows = [report(reasoning=0), report(reasoning=0), report(reasoning=9)]
-    stop = judge_window(rows, rule)
-    assert isinstance(stop, Stop)
-    assert "33%" in stop.reason
-    assert isinstance(judge_window([*rows, report()], rule), Go)
-
-
-@pytest.mark.parametrize(
-    "gate",
-    [
-        "missing_think_close",
-        "unopened_think_close",
-        "truncated_thinking",
-        "finish_reason",
-        "empty_content",
-        "one_token_loop",
-        "reserved_id",
-    ],
-)
-def test_every_gate_that_stops_a_run_has_a_cause_and_a_cure(gate):
-    stop = judge_window([report(f"rejected:{gate}")], GATES)
-    assert isinstance(stop, Stop)
-    assert stop.cause
-    assert stop.cure
-
-
-def test_a_share_of_nothing_is_absent_and_not_zero():
-    assert figures_of([]).rejected_share is None
-    only_failed = figures_of([report("failed:refused", reasoning=0, tokens=0)])
-    assert only_failed.reasoning_share is None
-    assert only_failed.mean_output_tokens is None
-    assert only_failed.rejected_share == 1.0
-
-
-@settings(deadline=None)
-@given(size=st.integers(1, 5), statuses=st.lists(st.sampled_from(["ok", "rejected:x"])))
-def test_a_window_holds_the_last_rows_only(size, statuses):
-    window = Window(size)
-    for one in statuses:
-        window = window.after(report(one))
-    assert [one.status for one in window.reports] == statuses[-size:]
-    assert window.is_full is (len(statuses) >= size)
