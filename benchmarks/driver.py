@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # How long Ray's daemons and workers may take to notice that their driver died.
 _ORPHAN_SECONDS = 45.0
-_PATIENCE_SECONDS = 240.0
+_PATIENCE_SECONDS = 600.0  # for a busy machine: a calm one needs a tenth
 _TICK_SECONDS = 0.02
 
 

@@ -66,6 +66,10 @@ def check(request: GenerateRequest, body: bytes, completion: Completion) -> None
     assert_same(completion.weight_version, meta["weight_version"])
     assert_same(completion.text, reply["text"])
     assert type(completion.text) is str
+    if "num_retractions" in meta:
+        assert_same(completion.retractions, meta["num_retractions"])
+    else:
+        assert completion.retractions is None
     check_finish(request, meta["finish_reason"], completion)
     check_counters(meta, completion)
 
@@ -144,6 +148,7 @@ def test_the_undamaged_replies_pass(number):
         {"cached_tokens": 1},
         {"weight_version": ""},
         {"text": "ho"},
+        {"retractions": 1},
     ],
 )
 def test_the_oracle_sees_a_wrong_fact(wrong):
