@@ -283,13 +283,13 @@ def stage_files(run: RunFolder, stage: str) -> list[Location]:
 
 
 def _response_files(run: RunFolder) -> list[Location]:
-    """Without segments, which are rows on their way to a commit, and a store's own notes."""
+    """Without segments, which are rows on their way to a commit, and notes beside the sets."""
     found: list[Location] = [*run.responses.rglob("*")]
     return [
         path
         for path in sorted(found, key=str)
         if not path.name.startswith(".")
         and not run.name_of(path).startswith("responses/_segments/")
-        and path not in (run.origin, run.lease)
+        and not (path.parent == run.responses and path.name.startswith("_"))
         and (isinstance(path, RemotePath) or path.is_file())
     ]
