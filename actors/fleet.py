@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ OnEvent = Callable[[str, Mapping[str, Any]], None]
 _ACTOR_CPUS = 0.01
 _LOOK_SECONDS = 0.25
 _ASK_AGAIN_SECONDS = 2.0
+_SAY_SECONDS = 30.0
 _CLOSE_SECONDS = 20.0
 _DIRECTORY_SECONDS = 60.0
 _ERROR_LETTERS = 2000  # of a log's tail, in an event
@@ -150,6 +152,8 @@ class Fleet:
         """Follow no more."""
         self._stopping.set()
         self._thread.shutdown()
+        if (error := self._following.exception()) is not None:
+            logger.error("the servers were no longer followed", exc_info=error)
 
     def is_open(self, *, wait_for: Literal["first", "all"], patient: bool) -> bool:
         """Whether the stage may begin. Raises `ServerUnfit` or `ServerFailed` if it never may.
@@ -282,9 +286,13 @@ def running_servers(
         ]
         fleet = Fleet(unheard, keepers, directory, admission, on_event)
         patience = config.ready_seconds if isinstance(config, AttachedServers) else 0.0
-        began = time.monotonic()
+        began = said = time.monotonic()
         while not fleet.is_open(wait_for=wait_for, patient=time.monotonic() - began < patience):
             time.sleep(_LOOK_SECONDS)
+            if time.monotonic() - said > _SAY_SECONDS:
+                said = time.monotonic()
+                states = Counter(one.state for one in fleet.states())
+                logger.info("%s: waiting for servers (and their GPUs): %s", label, dict(states))
         logger.info("%s: %d of %d server(s) ready", label, len(fleet.urls), len(keepers))
         yield fleet
     finally:
