@@ -1,37 +1,17 @@
-"""The command as a user calls it, with the stock server: attached, and launched by Eyas."""
+"""The command as a user calls it, attached to the stock server."""
 
 import json
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.conformance.sglang_cpu.set_up import STOCK_VARIABLES, stock_python
 from tests.support.road import ROOT, eyas
-from tests.support.sglang_rig import STOCK_ON_A_CPU
 
 pytestmark = pytest.mark.conformance
 
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 NEW_TOKENS = 24
 QUESTIONS = 8
-
-
-def launched(_engines):
-    arguments = {name: value for name, value in STOCK_ON_A_CPU.items() if name != "device"}
-    return {
-        "kind": "launch",
-        "count": 1,
-        "python": str(stock_python()),
-        "tensor_parallel_size": 1,
-        "device": "cpu",
-        "arguments": arguments,
-        "environment": STOCK_VARIABLES,
-        "ready_seconds": 300.0,
-    }
-
-
-def attached(engines):
-    return {"kind": "attach", "urls": [engines["stock"].url]}
 
 
 @pytest.fixture
@@ -45,8 +25,7 @@ def sources(tmp_path):
     return sets
 
 
-@pytest.mark.parametrize("servers", [attached, launched])
-def test_generate_with_the_stock_server_keeps_every_promise(servers, engines, sources, tmp_path):
+def test_generate_with_the_stock_server_keeps_every_promise(engines, sources, tmp_path):
     run = tmp_path / "run"
     changes = {
         "run_folder": str(run),
@@ -54,7 +33,7 @@ def test_generate_with_the_stock_server_keeps_every_promise(servers, engines, so
         "prompts.evaluation": [
             {"name": "eval", "path": str(sources["eval-chat"]), "domain": "chat"}
         ],
-        "generate.servers": servers(engines),
+        "generate.servers": {"kind": "attach", "urls": [engines["stock"].url]},
         "generate.sampling.max_new_tokens": NEW_TOKENS,
         "prompts.min_response_tokens": NEW_TOKENS,
         "generate.gates.canary_rows": 4,
