@@ -4,6 +4,7 @@ import collections
 import json
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,6 @@ import psutil
 
 _ROLES = {"worker": "GenerateWorker", "driver": "pipelines.cli generate"}
 _SETTLE_SECONDS = 2.0
-_PATIENCE_SECONDS = 120.0
 
 
 @contextmanager
@@ -28,14 +28,20 @@ def profiling(output: Path, seconds: int, url: str, in_flight: int) -> Iterator[
     spy = Path(sys.executable).with_name("py-spy")
     if not spy.exists():
         raise FileNotFoundError(f"{spy}: install py-spy into this environment to profile")
+    ended = threading.Event()
     with ThreadPoolExecutor(1) as threads:
-        watch = threads.submit(_record, spy, output, seconds, url, in_flight)
-        yield
+        watch = threads.submit(_record, spy, output, seconds, url, in_flight, ended)
+        try:
+            yield
+        finally:
+            ended.set()
         watch.result()
 
 
-def _record(spy: Path, output: Path, seconds: int, url: str, in_flight: int) -> None:
-    _wait_for_flow(url, in_flight)
+def _record(
+    spy: Path, output: Path, seconds: int, url: str, in_flight: int, ended: threading.Event
+) -> None:
+    _wait_for_flow(url, in_flight, ended)
     found = _find()
     recordings = {}
     for role, pid in found.items():
@@ -52,16 +58,14 @@ def _record(spy: Path, output: Path, seconds: int, url: str, in_flight: int) -> 
     output.write_text("\n\n".join(report) + "\n")
 
 
-def _wait_for_flow(url: str, in_flight: int) -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while time.monotonic() < deadline:
+def _wait_for_flow(url: str, in_flight: int, ended: threading.Event) -> None:
+    while not ended.wait(0.2):
         with urllib.request.urlopen(f"{url}/v1/loads") as reply:
             rank = json.loads(reply.read())["loads"][0]
         if rank["num_running_reqs"] + rank["num_waiting_reqs"] >= 0.75 * in_flight:
             time.sleep(_SETTLE_SECONDS)
             return
-        time.sleep(0.2)
-    raise TimeoutError(f"the server never held {in_flight} requests")
+    raise TimeoutError(f"the stage ended before the server held {in_flight} requests at once")
 
 
 def _find() -> dict[str, int]:

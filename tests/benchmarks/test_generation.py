@@ -7,14 +7,18 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from actors.protocol import GenerateRequest, parse_completion
 from benchmarks.bare_loop import request_body
 from benchmarks.fake_fleet import CLASSES, FakeServer, ServerLog, Work, read_log, serving
 from benchmarks.generation import idle_shares, tail_excess
-from benchmarks.stage import role_of
+from benchmarks.stage import prompts_of, role_of, write_run
 from benchmarks.worker_profile import summary
+from pipelines.recipe import load_recipe
+from pipelines.run import done_stages
+from pipelines.schema import PROMPT_SCHEMA
 
 WORK = Work(prompt_tokens=50, answer_tokens=40, latency_seconds=0.01)
 
@@ -93,6 +97,16 @@ def test_an_empty_place_counts_while_prompts_wait_only():
     # Prompts wait from second 0, when `full` is, until 10, when the last one is taken; the servers
     # are judged from their second 1 on.
     assert shares == pytest.approx((1 - (9 + 3 + 1) / 18, 1 - 6 / 14, 1.0))
+
+
+def test_a_run_folder_has_its_prompts_and_a_prepare_that_is_done(tmp_path: Path, tiny_target: Path):
+    recipe = write_run(tmp_path / "run", tiny_target, ["http://127.0.0.1:1"], WORK, 30, 128)
+    (prepared,) = done_stages(load_recipe(recipe))
+    table = pq.read_table(prompts_of(tmp_path / "run"))
+    assert prepared.stage == "prepare"
+    assert table.schema.equals(PROMPT_SCHEMA)
+    assert table["prompt_ids"].to_pylist() == [WORK.prompt_ids(number) for number in range(30)]
+    assert load_recipe(recipe).generate.pool.max_in_flight_per_server == 128
 
 
 def test_roles_are_told_apart_by_their_command_lines():
