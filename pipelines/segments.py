@@ -43,7 +43,7 @@ from pipelines.store import RunFolder
 ROWS_PER_PART = 4096
 
 _ROWS_PER_GROUP = 512  # of a Parquet row group: what a reader, and a commit, holds at once
-_WINDOW_BYTES = 128 << 20  # of rows that a commit brings into order at a time
+_WINDOW_BYTES = 256 << 20  # of rows that a commit brings into order at a time
 _STATUSES = ("ok", "rejected", "failed")  # the best first
 _INDEX_COLUMNS = ("sample_id", "status", "attempt", "finished_at", "server")
 # The last two only make the choice independent of the files' order.
@@ -358,6 +358,7 @@ def _gather(
         borders = np.flatnonzero(np.diff(file[order])) + 1
         pieces = [_whole(files[file[here[0]]]).take(at[here]) for here in np.split(order, borders)]
         table = pa.concat_tables(pieces).combine_chunks()
+        del pieces  # the window would be held twice
         back = np.empty(len(order), np.int64)
         back[order] = np.arange(len(order))
         for start, stop in window:
