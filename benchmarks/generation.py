@@ -63,6 +63,11 @@ class BareRun:
     rate: float  # steady rows per second
     cpu_seconds: float
 
+    @staticmethod
+    def mean(one: "BareRun", other: "BareRun") -> "BareRun":
+        """Of two runs of the same size."""
+        return BareRun((one.rate + other.rate) / 2, (one.cpu_seconds + other.cpu_seconds) / 2)
+
 
 def measure(options: Options) -> dict[str, float]:
     """All figures that are asked for."""
@@ -91,25 +96,23 @@ def beside_the_bare_loop(folder: Path, target: Path, *, short: bool) -> dict[str
     bare: dict[int, BareRun] = {}
     with serving(work, [FakeServer()], model_path=str(target)) as urls:
         for rows in (few, many):
-            bare[rows] = bare_loop(urls[0], work, rows)
-            ours[rows] = run_stage(
-                folder / f"ours-{rows}", target, urls, work, rows, in_flight=IN_FLIGHT
-            )
-            rate = steady_rate(ours[rows].finished)
+            before = bare_loop(urls[0], work, rows)
+            run = run_stage(folder / f"ours-{rows}", target, urls, work, rows, in_flight=IN_FLIGHT)
+            after = bare_loop(urls[0], work, rows)  # both sides: a machine's pace drifts
+            ours[rows], bare[rows] = run, BareRun.mean(before, after)
             logger.info(
-                "%d rows: %.1f rows/s (bare %.1f), stage %.1f s, CPU %.1f s after start, steady "
-                "%.3f s per 1,000 rows (bare loop in all %.1f s)",
+                "%d rows: %.1f rows/s, bare loop %.1f and %.1f; stage %.1f s, steady CPU %.3f s "
+                "per 1,000 rows",
                 rows,
-                rate,
-                bare[rows].rate,
-                ours[rows].seconds,
-                ours[rows].cpu_after(skipped),
-                1000 * ours[rows].steady_cpu_per_row,
-                bare[rows].cpu_seconds,
+                steady_rate(run.finished),
+                before.rate,
+                after.rate,
+                run.seconds,
+                1000 * run.steady_cpu_per_row,
             )
     our_cpu = (ours[many].cpu_after(skipped) - ours[few].cpu_after(skipped)) / (many - few)
     bare_cpu = (bare[many].cpu_seconds - bare[few].cpu_seconds) / (many - few)
-    logger.info("CPU per 1,000 rows: %.3f s (bare %.3f)", 1000 * our_cpu, 1000 * bare_cpu)
+    logger.info("CPU per 1,000 rows: %.3f s, bare loop %.3f", 1000 * our_cpu, 1000 * bare_cpu)
     return {
         "rows_vs_bare_loop": steady_rate(ours[many].finished) / bare[many].rate,
         "cpu_vs_bare_loop": our_cpu / bare_cpu,
