@@ -192,32 +192,22 @@ def idle_shares(
 ) -> tuple[float, ...]:
     """Of each server's `places`, the share that was empty while prompts waited.
 
-    Prompts wait from the moment when a server is full for the first time to the last arrival
-    anywhere. A server that opened later has `joining_seconds` to be found; one that was never asked
-    is wholly idle.
+    Looked at from a tenth of all answers, when the canary is over and everything has started, to
+    the last arrival anywhere. A server that opened later has `joining_seconds` to be found; one
+    that was never asked is wholly idle.
     """
-    everybody_since = min(_full_at(log, places) for log in logs)
+    answered = sorted(done for log in logs for _, done in log.answers)
+    steady_since = answered[len(answered) // 10]
     until = max(arrived for log in logs for arrived, _ in log.answers)
     shares = []
     for log in logs:
-        since = max(everybody_since, log.opened + joining_seconds)
+        since = max(steady_since, log.opened + joining_seconds)
         assert since < until, "the prompts were gone before a server could be judged"
         busy = sum(
             max(0.0, min(done, until) - max(arrived, since)) for arrived, done in log.answers
         )
         shares.append(1 - busy / (places * (until - since)))
     return tuple(shares)
-
-
-def _full_at(log: ServerLog, places: int) -> float:
-    """When a server first held as many requests as it may; infinity if it never did."""
-    changes = [(arrived, 1) for arrived, _ in log.answers] + [(done, -1) for _, done in log.answers]
-    held = 0
-    for at, change in sorted(changes):
-        held += change
-        if held >= places:
-            return at
-    return math.inf
 
 
 def profile(rows: int) -> str:

@@ -89,14 +89,16 @@ def test_a_tail_is_measured_in_longest_answers():
     assert tail_excess(finished, logs) == pytest.approx((7.97 - 1.97) / 4.0)
 
 
-def test_an_empty_place_counts_while_prompts_wait_only():
-    full = ServerLog(0.0, ((0.0, 10.0), (0.0, 4.0), (5.0, 6.0), (10.0, 12.0)))
+def test_an_empty_place_counts_from_a_tenth_of_the_answers_while_prompts_wait():
+    first = ServerLog(0.0, ((0.0, 1.0), (0.5, 2.0), (2.0, 10.0), (2.0, 4.0), (10.0, 12.0)))
     late = ServerLog(2.0, ((4.0, 20.0),))
     never = ServerLog(0.0, ())
-    shares = idle_shares([full, late, never], 2, joining_seconds=1.0)
-    # Prompts wait from second 0, when `full` is, until 10, when the last one is taken; the servers
-    # are judged from their second 1 on.
-    assert shares == pytest.approx((1 - (9 + 3 + 1) / 18, 1 - 6 / 14, 1.0))
+    shares = idle_shares([first, late, never], 2, joining_seconds=1.5)
+    # Six answers: from the first, at second 1, to second 10, when the last prompt is taken; the
+    # servers that were there from the start are looked at from 1.5 on, the late one from 3.5.
+    busy = (0.5 + 8.0 + 2.0, 6.0, 0.0)
+    seconds = (8.5, 6.5, 8.5)
+    assert shares == pytest.approx([1 - b / (2 * s) for b, s in zip(busy, seconds, strict=True)])
 
 
 def test_a_run_folder_has_its_prompts_and_a_prepare_that_is_done(tmp_path: Path, tiny_target: Path):
