@@ -125,7 +125,7 @@ def test_a_stop_in_a_window_loses_nothing_and_only_the_bad_window_is_asked_again
     with FakeServer(breaks_later, model_path=str(tiny_target)) as server:
         recipe = recipe_for(tmp_path, tiny_target, server.url, FEW_PERMITS)
         answer(recipe, run, range(10))  # the canary is over, and two rows more
-        with pytest.raises(QualityStop, match=r"window: .* empty_content"):
+        with pytest.raises(QualityStop, match=r"window: .*empty_content"):
             generate(recipe, run, EventLog(run))
     held = {one.sample_id for one in durable_reports(run, "chat")}
     suspects = json.loads((run.responses / "_quality_stop.json").read_text())["suspects"]["chat"]
