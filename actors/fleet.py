@@ -37,7 +37,6 @@ _ASK_AGAIN_SECONDS = 2.0
 _SAY_SECONDS = 30.0
 _CLOSE_SECONDS = 20.0
 _DIRECTORY_SECONDS = 60.0
-_ERROR_LETTERS = 2000  # of a log's tail, in an event
 
 
 class Directory:
@@ -206,8 +205,6 @@ class Fleet:
 
     def _tell(self, before: ServerStatus, after: ServerStatus) -> None:
         for name, fields in events_between(before, after):
-            if "error" in fields:
-                fields["error"] = fields["error"][-_ERROR_LETTERS:]
             logger.info("%s %s", name, fields["server"])
             if self._on_event is not None:
                 self._on_event(name, fields)

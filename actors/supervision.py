@@ -13,6 +13,8 @@ from actors.protocol import Load
 State = Literal["starting", "checking", "ready", "restarting", "left", "unfit", "failed"]
 ENDED: frozenset[State] = frozenset({"unfit", "failed"})
 
+# Of an error in an event: the sentence before a log's tail, and the end of that tail.
+_FIRST_LETTERS, _LAST_LETTERS = 200, 1800
 _HOUR_SECONDS = 3600.0
 _LONGEST_DELAY_SECONDS = 300.0
 # A report this old says nothing of the load; the server itself may be well.
@@ -84,7 +86,7 @@ def events_between(before: ServerStatus, after: ServerStatus) -> list[tuple[str,
     replaced = after.incarnation != before.incarnation
     if before.state == "ready" and (replaced or after.state != "ready"):
         name = "server_left" if after.borrowed else "server_died"
-        events.append((name, {**named, "error": after.error}))
+        events.append((name, {**named, "error": _shortened(after.error)}))
     if after.starts > before.starts and not after.borrowed:
         events.append(("server_started", {**named, "start": after.starts}))
     if after.state == before.state and not replaced:
@@ -94,7 +96,13 @@ def events_between(before: ServerStatus, after: ServerStatus) -> list[tuple[str,
             name = "server_joined" if after.borrowed else "server_ready"
             events.append((name, {**named, "start": after.starts}))
         case "restarting":
-            events.append(("server_restarting", {**named, "error": after.error}))
+            events.append(("server_restarting", {**named, "error": _shortened(after.error)}))
         case "unfit" | "failed":
-            events.append((f"server_{after.state}", {**named, "error": after.error}))
+            events.append((f"server_{after.state}", {**named, "error": _shortened(after.error)}))
     return events
+
+
+def _shortened(error: str) -> str:
+    if len(error) <= _FIRST_LETTERS + _LAST_LETTERS:
+        return error
+    return f"{error[:_FIRST_LETTERS]} ... {error[-_LAST_LETTERS:]}"

@@ -100,3 +100,11 @@ def test_a_death_between_two_looks_is_told():
 def test_attached_servers_join_and_leave():
     assert names(THEIRS, ready(THEIRS)) == ["server_joined"]
     assert names(ready(THEIRS), replace(ready(THEIRS), state="left")) == ["server_left"]
+
+
+def test_an_events_error_keeps_its_first_sentence_and_the_end_of_the_log():
+    dead = replace(ready(OWN), state="failed", error=f"code 137; {'x' * 9999} the end")
+    (_, fields), *_ = events_between(ready(OWN), dead)
+    assert fields["error"].startswith("code 137; xxx")
+    assert fields["error"].endswith("xxx the end")
+    assert len(fields["error"]) < 2100
