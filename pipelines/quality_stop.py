@@ -68,12 +68,12 @@ def set_aside_suspects(run: RunFolder) -> int:
 
 
 def holds_suspects_only(run: RunFolder) -> bool:
-    """Whether every durable row is one that stopped the run: then another way of asking mixes
-    with nothing."""
+    """Whether every durable row, if any, is one that stopped the run: then another way of asking
+    mixes with nothing."""
     mark = remembered_stop(run)
-    if mark is None or any(run.responses.rglob("part-*.parquet")):
+    if any(run.responses.rglob("part-*.parquet")):
         return False
-    suspects = {one for ids in mark.suspects.values() for one in ids}
+    suspects = {one for ids in mark.suspects.values() for one in ids} if mark else set()
     return all(
         suspects.issuperset(_read(path)["sample_id"].to_pylist())
         for path in run.segments.rglob("*.arrow")

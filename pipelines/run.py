@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.errors import BadRecipe, PreflightFailed
+from pipelines.quality_stop import holds_suspects_only, set_aside_suspects
 from pipelines.recipe import Recipe, dump_recipe, fingerprint
 from pipelines.segments import reopen_failed
 from pipelines.storage import RemotePath, storage_failed
@@ -179,6 +180,9 @@ def _refuse_mixed_responses(recipe: Recipe, run: RunFolder) -> None:
         return
     stored = load_recipe(run.recipe)
     if fingerprint(stored, "generate") != fingerprint(recipe, "generate"):
+        if holds_suspects_only(run):  # a canary that failed: the cure may be in the recipe
+            set_aside_suspects(run)
+            return
         raise BadRecipe(
             f"{run.root} holds responses made with other prompts, sampling or gates",
             expected=f"the prompts, sampling and gates of {run.recipe}",
@@ -196,7 +200,10 @@ def _refuse_foreign_store(recipe: Recipe, run: RunFolder) -> None:
     except FileNotFoundError:
         write_json(run.origin, {"recipe": recipe.name, "fingerprint": mark})
         return
-    if origin["fingerprint"] != mark:
+    if origin["fingerprint"] != mark and holds_suspects_only(run):
+        set_aside_suspects(run)
+        write_json(run.origin, {"recipe": recipe.name, "fingerprint": mark})
+    elif origin["fingerprint"] != mark:
         raise BadRecipe(
             f"{run.responses} holds responses of another recipe ({origin['recipe']}), or made "
             "with other prompts, sampling or gates",

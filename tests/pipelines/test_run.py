@@ -6,9 +6,12 @@ import json
 import pytest
 
 from pipelines import generate as generate_stage
-from pipelines.errors import StorageFailed
+from pipelines.errors import BadRecipe, QualityStop, StorageFailed
+from pipelines.quality_stop import QualityMark, remember_stop
 from pipelines.recipe import load_recipe
 from pipelines.run import run_of, run_stages
+from pipelines.segments import SegmentWriter
+from tests.support.response_rows import row
 from tests.support.road import write_recipe
 
 
@@ -45,3 +48,38 @@ def test_a_relative_store_lies_beside_the_recipe_and_the_cache_may_be_named(tmp_
     assert load_recipe(path, ["generate.store=rows"]).generate.store == str(tmp_path / "rows")
     uri = "s3://bucket/rows"
     assert load_recipe(path, [f"generate.store={uri}"]).generate.store == uri
+
+
+@pytest.mark.parametrize("store", ["null", "rows"])
+def test_the_cure_of_a_failed_canary_may_be_in_the_recipe(
+    tmp_path, tiny_target, monkeypatch, store
+):
+    """Every row of it is suspect and set aside; with one good row more it is another run's."""
+
+    def asks(stopped, *names):
+        def generate(recipe, run, events):
+            del recipe, events
+            writer = SegmentWriter(run, "chat")
+            for name in names:
+                writer.add({**row(1), "sample_id": name, "dataset": "chat"})
+            writer.flush()
+            remember_stop(run, QualityMark("loops", "canary", {"chat": tuple(stopped)}))
+            raise QualityStop("loops", expected="answers", change="the sampling")
+
+        monkeypatch.setattr(generate_stage, "generate", generate)
+
+    monkeypatch.setattr("pipelines.run._NEEDS_RAY", frozenset())
+    path = write_recipe(tmp_path, tiny_target)
+    recipe = load_recipe(path, [f"generate.store={store}"])
+    hotter = load_recipe(
+        path, [f"generate.store={store}", "generate.sampling.repetition_penalty=1.1"]
+    )
+    asks(["chat-1"], "chat-1")
+    with pytest.raises(QualityStop):
+        run_stages(recipe, stages=("prepare", "generate"))
+    asks(["chat-1"], "chat-1", "chat-2")
+    with pytest.raises(QualityStop):
+        run_stages(hotter, stages=("prepare", "generate"))
+    assert len(list((run_of(recipe).root / "suspect").iterdir())) == 1
+    with pytest.raises(BadRecipe, match="holds responses"):
+        run_stages(recipe, stages=("prepare", "generate"))
