@@ -217,11 +217,13 @@ def profile(rows: int) -> str:
         folder = Path(name)
         target = make_tiny_target(folder / "target", context_tokens=2048)
         output = folder / "profile.txt"
-        with serving(work, [FakeServer()], model_path=str(target)) as urls:
-            with profiling(output, 8, urls[0], IN_FLIGHT):
-                run = run_stage(folder / "run", target, urls, work, rows, in_flight=IN_FLIGHT)
-            logger.info("%.3f CPU-seconds per 1,000 rows", 1000 * run.steady_cpu_per_row)
-        return output.read_text()
+        with (
+            serving(work, [FakeServer()], model_path=str(target)) as urls,
+            profiling(output, 8, urls[0], IN_FLIGHT),
+        ):
+            run = run_stage(folder / "run", target, urls, work, rows, in_flight=IN_FLIGHT)
+        cost = f"whole tree: {1000 * run.steady_cpu_per_row:.3f} CPU-seconds per 1,000 rows\n\n"
+        return cost + output.read_text()
 
 
 def bare_loop(url: str, work: Work, rows: int) -> BareRun:
