@@ -6,7 +6,9 @@ The event loop that asks never waits for any of it.
 import asyncio
 import collections
 import contextlib
+import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ Row = dict[str, Any]
 _FLUSH_SECONDS = 1.0
 _FLUSH_ROWS = 64
 _WRITE_ATTEMPTS = 3
+_OUTAGE_SECONDS = 600.0
+_LONGEST_PAUSE = 30  # in flush times
 
 
 @dataclass(frozen=True)
@@ -170,15 +174,20 @@ class Ledger:
         loop = asyncio.get_running_loop()
         for row in rows:
             self._writers[row["dataset"]].add(row)
-        for attempt in range(1, _WRITE_ATTEMPTS + 1):
+        began = time.monotonic()
+        for attempt in itertools.count(1):
             try:
                 await loop.run_in_executor(self._disk, self._write_segments)
                 break
-            except StorageFailed as error:
+            except StorageFailed as error:  # somebody has to mend it
                 if attempt == _WRITE_ATTEMPTS:
                     raise
                 logger.warning("rows are not durable yet: %s", error)
-                await asyncio.sleep(_FLUSH_SECONDS * attempt)
+            except OSError as error:  # a store that is away comes back
+                if time.monotonic() - began > _OUTAGE_SECONDS:
+                    raise
+                logger.warning("rows are not durable yet: %s", error)
+            await asyncio.sleep(_FLUSH_SECONDS * min(attempt, _LONGEST_PAUSE))
         await loop.run_in_executor(self._disk, self._report, reports)
 
     def _write_segments(self) -> None:

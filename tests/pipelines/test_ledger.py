@@ -17,8 +17,9 @@ GOOD, CHANGED = "http://good", "http://changed"
 class Writer:
     """Keeps rows in memory, and fails as often as it is told."""
 
-    def __init__(self, failures=0):
+    def __init__(self, failures=0, fault=None):
         self.waiting, self.written, self.failures = [], [], failures
+        self.fault = fault or StorageFailed("the disk is full", expected="room", change="room")
 
     def add(self, row):
         self.waiting.append(row["sample_id"])
@@ -26,7 +27,7 @@ class Writer:
     def flush(self):
         if self.failures:
             self.failures -= 1
-            raise StorageFailed("the disk is full", expected="room", change="make room")
+            raise self.fault
         self.written += self.waiting
         self.waiting = []
 
@@ -141,6 +142,16 @@ def test_a_disk_that_recovers_costs_nothing(monkeypatch):
 
     assert work(use, writer)[0] == "set-1"
     assert writer.written == ["set-1"]
+
+
+def test_a_store_that_is_away_for_a_while_is_waited_for(monkeypatch):
+    monkeypatch.setattr(ledger, "_FLUSH_SECONDS", 0.001)
+    writer = Writer(failures=20, fault=ConnectionResetError("the store is away"))
+
+    async def use(book):
+        return (await book.keep(answered("set-1")))["sample_id"]
+
+    assert work(use, writer)[0] == "set-1"
 
 
 def test_a_disk_that_does_not_recover_is_told_to_everybody(monkeypatch):
