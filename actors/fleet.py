@@ -33,6 +33,7 @@ OnEvent = Callable[[str, Mapping[str, Any]], None]
 # need theirs on a machine with two.
 _ACTOR_CPUS = 0.01
 _LOOK_SECONDS = 0.25
+_CALM_SECONDS = 1.0  # while nothing is about to change
 _ASK_AGAIN_SECONDS = 2.0
 _SAY_SECONDS = 30.0
 _CLOSE_SECONDS = 20.0
@@ -198,7 +199,8 @@ class Fleet:
                 if status.state == "checking" and status.incarnation not in self._asked:
                     self._asked.add(status.incarnation)
                     asking.add(asyncio.create_task(self._admit(status)))
-            await asyncio.sleep(_LOOK_SECONDS)
+            settled = all(one.state in ("ready", *ENDED) for one in self.states())
+            await asyncio.sleep(_CALM_SECONDS if settled else _LOOK_SECONDS)
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)

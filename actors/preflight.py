@@ -24,7 +24,9 @@ from actors.protocol import Completion, GenerateRequest, ModelInfo, ServerInfo
 
 _PROBE_TOKENS = 16
 # A first request may compile kernels; a busy server queues it.
-_PROBE_DEADLINE_SECONDS = 600.0
+_PROBE_DEADLINE_SECONDS = 300.0
+_PROBE_ATTEMPTS = 3  # one bad reply in a long run is no reason to refuse a server
+_PROBE_PAUSE_SECONDS = 0.5
 _GREEDY = Sampling(
     temperature=0.0,
     top_p=1.0,
@@ -156,7 +158,18 @@ async def _description(
 
 
 async def _answer(client: Client, probe: ProbePrompt) -> Completion:
-    request = GenerateRequest(
+    for attempt in range(1, _PROBE_ATTEMPTS + 1):
+        try:
+            return await client.generate(_question(probe), deadline_seconds=_PROBE_DEADLINE_SECONDS)
+        except RequestFault as fault:
+            if not fault.retry_helps or attempt == _PROBE_ATTEMPTS:
+                raise
+            await asyncio.sleep(_PROBE_PAUSE_SECONDS)
+    raise AssertionError
+
+
+def _question(probe: ProbePrompt) -> GenerateRequest:
+    return GenerateRequest(
         rid=f"probe-{uuid.uuid4().hex}",
         input_ids=probe.input_ids,
         sampling_params=protocol.sampling_params(
@@ -166,7 +179,6 @@ async def _answer(client: Client, probe: ProbePrompt) -> Completion:
             stop_token_ids=probe.stop_token_ids,
         ),
     )
-    return await client.generate(request, deadline_seconds=_PROBE_DEADLINE_SECONDS)
 
 
 async def _markers_checked(client: Client, markers: Mapping[str, int]) -> bool:

@@ -51,7 +51,7 @@ BARS: dict[str, Bar | None] = {
     "idle_share": Bar("at most", 0.05),
 }
 GROUPS = ("bare_loop", "ray_data_llm", "growth", "tail")
-IN_FLIGHT = 128
+IN_FLIGHT = 256  # four servers with the default of 64 requests each
 _TAIL_IN_FLIGHT = 32  # of each of three servers: enough to see, little enough for two cores
 _JOINING_SECONDS = 5.0  # from a server's opening until it may be expected to be busy
 

@@ -84,6 +84,7 @@ def _dataset(
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_no_progress_timeout_s = -1  # a block may take as long as a deadline
+    context.memory_usage_poll_interval_s = None  # it costs more than a worker's own bookkeeping
     permits = plan.pool.max_in_flight_per_server * servers
     shape = call_shape(len(ids), recipe.generate.workers, permits)
     return (

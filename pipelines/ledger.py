@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.pool import Completed, Failed
 from pipelines.errors import StorageFailed
@@ -22,6 +22,7 @@ from pipelines.segments import SegmentWriter
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 _FLUSH_SECONDS = 1.0
 _FLUSH_ROWS = 64
@@ -46,8 +47,17 @@ class Answered:
 @dataclass(frozen=True)
 class _Entry:
     answered: Answered
-    row: Row
     kept: "asyncio.Future[Row | None]"
+
+
+def _settle(entry: _Entry, row: Row | None) -> None:
+    if not entry.kept.done():  # nobody waits for it, or it has failed
+        entry.kept.set_result(row)
+
+
+def _fail(entry: _Entry, error: Exception) -> None:
+    if not entry.kept.done():
+        entry.kept.set_exception(error)
 
 
 class Ledger:
@@ -63,89 +73,60 @@ class Ledger:
     ) -> None:
         self._make, self._writers = make, writers
         self._confirm, self._report = confirm, report
-        self._fresh: list[tuple[Answered, asyncio.Future[Row | None]]] = []
-        self._made: list[_Entry] = []
+        self._waiting: list[_Entry] = []
         self._broken: BaseException | None = None
-        # One thread each: rows are made in their order, and a slow disk holds up no splitting.
-        self._maker, self._disk = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._thread = ThreadPoolExecutor(1)
 
     async def __aenter__(self) -> "Ledger":
-        self._arrived, self._full = asyncio.Event(), asyncio.Event()
-        self._making, self._flushing = asyncio.Lock(), asyncio.Lock()
-        self._tasks = [asyncio.create_task(one()) for one in (self._make_often, self._flush_often)]
+        self._full, self._flushing = asyncio.Event(), asyncio.Lock()
+        self._task = asyncio.create_task(self._flush_often())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         await self.flush()
-        self._maker.shutdown()
-        self._disk.shutdown()
+        self._thread.shutdown()
 
     async def keep(self, answered: Answered) -> Row | None:
         """Return the row once it is durable; None if its server is by now another one, so that the
-        reply cannot be trusted. Raises `StorageFailed` when rows cannot be written any more.
+        reply cannot be trusted. Raises `StorageFailed`, or `OSError` after a long outage, when rows
+        cannot be written any more.
 
         Who stops waiting loses nothing: the row is written all the same.
         """
         if self._broken is not None:
             raise self._broken
-        kept: asyncio.Future[Row | None] = asyncio.get_running_loop().create_future()
-        self._fresh.append((answered, kept))
-        self._arrived.set()
-        return await kept
+        entry = _Entry(answered, asyncio.get_running_loop().create_future())
+        self._waiting.append(entry)
+        if len(self._waiting) >= _FLUSH_ROWS:
+            self._full.set()
+        return await entry.kept
 
     async def flush(self) -> None:
         """Make everything durable that was handed over before this call."""
         async with self._flushing:
-            await self._make_fresh()
-            entries, self._made = self._made, []
+            entries, self._waiting = self._waiting, []
             self._full.clear()
             if not entries:
                 return
             try:
-                trusted = await self._trusted(entries)
-                rows = [one.row for one in entries if one.answered.outcome.server in trusted]
-                await self._write(rows)
+                rows, trusted = await asyncio.gather(
+                    self._in_thread(self._make_all, entries), self._trusted(entries)
+                )
+                made = [
+                    (entry, row)
+                    for entry, row in zip(entries, rows, strict=True)
+                    if row is not None and entry.answered.outcome.server in trusted
+                ]
+                await self._write([row for _, row in made])
             except Exception as error:
                 self._break(error, entries)
                 raise
-        for one in entries:
-            if not one.kept.done():
-                one.kept.set_result(one.row if one.answered.outcome.server in trusted else None)
-
-    async def _make_often(self) -> None:
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            await self._make_fresh()
-
-    async def _make_fresh(self) -> None:
-        async with self._making:
-            fresh, self._fresh = self._fresh, []
-            if not fresh:
-                return
-            loop = asyncio.get_running_loop()
-            rows = await loop.run_in_executor(self._maker, self._make_all, fresh)
-            for (answered, kept), row in zip(fresh, rows, strict=True):
-                if not isinstance(row, Exception):
-                    self._made.append(_Entry(answered, row, kept))
-                elif not kept.done():
-                    kept.set_exception(row)
-        if len(self._made) >= _FLUSH_ROWS:
-            self._full.set()
-
-    def _make_all(
-        self, fresh: Sequence[tuple[Answered, "asyncio.Future[Row | None]"]]
-    ) -> list[Row | Exception]:
-        made: list[Row | Exception] = []
-        for answered, _ in fresh:
-            try:
-                made.append(self._make(answered))
-            except Exception as error:  # noqa: BLE001  it belongs to this row's waiter alone
-                made.append(error)
-        return made
+        for entry, row in made:
+            _settle(entry, row)
+        for entry in entries:  # what is left is not to be trusted
+            _settle(entry, None)
 
     async def _flush_often(self) -> None:
         while self._broken is None:
@@ -155,6 +136,17 @@ class Ledger:
                 await self.flush()
             except Exception as error:  # noqa: BLE001  every waiter has it already
                 logger.error("rows cannot be made durable: %s", error)
+
+    def _make_all(self, entries: Sequence[_Entry]) -> list[Row | None]:
+        """One row for each; None for what cannot be made, whose waiter is told why."""
+        made: list[Row | None] = []
+        for entry in entries:
+            try:
+                made.append(self._make(entry.answered))
+            except Exception as error:  # noqa: BLE001  it belongs to this row's waiter alone
+                made.append(None)
+                entry.kept.get_loop().call_soon_threadsafe(_fail, entry, error)
+        return made
 
     async def _trusted(self, entries: Sequence[_Entry]) -> set[str]:
         """The servers whose rows may be written; "" stands for rows that no server answered."""
@@ -170,14 +162,12 @@ class Ledger:
         return {one.answered.outcome.server for one in entries} - changed
 
     async def _write(self, rows: Sequence[Row]) -> None:
-        reports = [report_of(row) for row in rows]
-        loop = asyncio.get_running_loop()
         for row in rows:
             self._writers[row["dataset"]].add(row)
         began = time.monotonic()
         for attempt in itertools.count(1):
             try:
-                await loop.run_in_executor(self._disk, self._write_segments)
+                await self._in_thread(self._write_segments)
                 break
             except StorageFailed as error:  # somebody has to mend it
                 if attempt == _WRITE_ATTEMPTS:
@@ -188,15 +178,16 @@ class Ledger:
                     raise
                 logger.warning("rows are not durable yet: %s", error)
             await asyncio.sleep(_FLUSH_SECONDS * min(attempt, _LONGEST_PAUSE))
-        await loop.run_in_executor(self._disk, self._report, reports)
+        await self._in_thread(lambda: self._report([report_of(row) for row in rows]))
 
     def _write_segments(self) -> None:
         for writer in self._writers.values():
             writer.flush()
 
-    def _break(self, error: BaseException, entries: Sequence[_Entry]) -> None:
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    def _break(self, error: Exception, entries: Sequence[_Entry]) -> None:
         self._broken = error
-        waiting = [one.kept for one in entries] + [kept for _, kept in self._fresh]
-        for kept in waiting:
-            if not kept.done():
-                kept.set_exception(error)
+        for entry in (*entries, *self._waiting):
+            _fail(entry, error)

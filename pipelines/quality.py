@@ -112,8 +112,8 @@ def repeated_runs(output_ids: Sequence[int], share: float) -> tuple[int, int]:
     Exact where more than `share` of them did; zero where the pairs alone show that it is less.
     """
     runs = len(output_ids) - _RUN + 1
-    if runs < 1:
-        return 0, 0
+    if runs < 1 or share >= 1.0:  # the second can never be exceeded: the gate is off
+        return 0, max(0, runs)
     # Where a run came before, its first pair did too. Counting pairs is much cheaper.
     pairs = len(output_ids) - 1 - len(set(itertools.pairwise(output_ids)))
     if pairs <= share * runs:
