@@ -4,12 +4,14 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipelines.conversation import expected_ids
 from pipelines.proof import Breaks, Broken, Evidence, NotThere, SampleMark, digest_of, parquet_rows
 from pipelines.schema import PROMPT_SCHEMA, REJECTED_PROMPT_SCHEMA, RESPONSE_SCHEMA
 from pipelines.storage import Location, contents, listed, readable
@@ -87,7 +89,7 @@ def conservation(evidence: Evidence) -> str:
     if not run.responses.exists():
         evidence.refuse_nothing("generate", "responses")
     for name in evidence.train_sets:
-        prompts = set(_ids(_set_files(run.prompts / name), breaks, "prompts"))
+        wanted = _wanted(evidence, name, breaks)
         ok = set(_ids(_set_files(run.responses / name), breaks, "responses"))
         aside = set(_ids(_set_files(run.rejected_responses / name), breaks, "_rejected"))
         durable = set(_segment_ids(run.segments / name))
@@ -95,17 +97,26 @@ def conservation(evidence: Evidence) -> str:
         # A commit that was killed half way may hold a row twice, and its segments still.
         for sample_id in sorted((ok & aside) - durable):
             breaks.add(name, f"{sample_id} is both committed and kept aside")
-        for sample_id in sorted((ok | aside | waiting) - prompts):
+        for sample_id in sorted((ok | aside | waiting) - wanted):
             breaks.add(name, f"{sample_id} answers no prompt of this set")
-        left = prompts - ok - aside - waiting
+        left = wanted - ok - aside - waiting
         if evidence.is_done("generate"):
-            for sample_id in sorted(left | (waiting & prompts)):
+            for sample_id in sorted(left | (waiting & wanted)):
                 breaks.add(name, f"{sample_id} was asked and is in no committed file")
         rest = f", {len(left):,} not yet done" if left else ""
         done = f"{len(ok):,} ok + {len(aside):,} aside + {len(waiting):,} in segments"
-        says.append(f"{name} {len(prompts):,} = {done}{rest}")
+        says.append(f"{name} {len(wanted):,} = {done}{rest}")
     breaks.raise_if_any()
     return "; ".join(says)
+
+
+def _wanted(evidence: Evidence, name: str, breaks: Breaks) -> set[str]:
+    """The sample ids of all responses that a set's prompts want."""
+    files = _set_files(evidence.run.prompts / name)
+    list(_ids(files, breaks, "prompts"))
+    samples = evidence.recipe.generate.samples_per_prompt
+    rows = parquet_rows(files, ["sample_id", "continuations"])
+    return {one for _, row in rows for one in expected_ids(row, samples)}
 
 
 def evaluation_is_disjoint(evidence: Evidence) -> str:
@@ -169,9 +180,8 @@ def response_rows(evidence: Evidence) -> dict[str, Breaks]:
             evidence.rows_walked += 1
             for check, fault in row_faults(row, is_aside=is_aside, vocab_size=vocab_size):
                 breaks[check].add(row["sample_id"], fault)
-            same = asked.get(row["sample_id"])
-            mark = _prompt_mark(row)
-            if same is not None and same != mark:
+            prompt = asked.get(row["prompt_id"])
+            if prompt is not None and not prompt.fits(row):
                 breaks["responses: prompts"].add(
                     row["sample_id"], "its prompt ids or messages are not those of prompts/"
                 )
@@ -297,12 +307,46 @@ def _vocab_size(evidence: Evidence) -> int | None:
         return None
 
 
-def _asked(evidence: Evidence, name: str) -> dict[str, bytes]:
+@dataclass(frozen=True)
+class _Prompt:
+    """What a response's prompt must be, without its ids."""
+
+    first: bytes  # of turn 1
+    messages: bytes | None  # None where each turn has its own
+    history: tuple[int, bytes] | None  # length and digest of what a later turn starts with
+    continuations: tuple[tuple[int, bytes], ...]  # and of what each later turn ends with
+
+    @staticmethod
+    def of(row: Mapping[str, Any]) -> "_Prompt":
+        """Of a row of `PROMPT_SCHEMA`."""
+        ends = tuple((len(ids), digest_of(ids)) for ids in row["continuations"])
+        start = (len(row["history"][0]), digest_of(row["history"][0])) if ends else None
+        messages = None if ends else _text_digest(row["messages"])
+        return _Prompt(digest_of(row["prompt_ids"]), messages, start, ends)
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        """Whether a response row was asked with this. What lies between the start and the end of a
+        later turn are the target's own answers."""
+        ids, turn = row["prompt_ids"], row["turn"]
+        if self.messages is not None and _text_digest(row["messages"]) != self.messages:
+            return False
+        # A turn that was not asked keeps the ids of the first.
+        if turn == 1 or row["status"] == "failed:earlier_turn":
+            return digest_of(ids) == self.first
+        if self.history is None or turn > 1 + len(self.continuations):
+            return False
+        start, end = self.history, self.continuations[turn - 2]
+        return (
+            start[0] + end[0] <= len(ids)
+            and digest_of(ids[: start[0]]) == start[1]
+            and digest_of(ids[len(ids) - end[0] :]) == end[1]
+        )
+
+
+def _asked(evidence: Evidence, name: str) -> dict[str, _Prompt]:
     files = _set_files(evidence.run.prompts / name)
-    return {
-        row["sample_id"]: _prompt_mark(row)
-        for _, row in parquet_rows(files, ["sample_id", "prompt_ids", "messages"])
-    }
+    columns = ["sample_id", "prompt_ids", "messages", "history", "continuations"]
+    return {row["sample_id"]: _Prompt.of(row) for _, row in parquet_rows(files, columns)}
 
 
 def _said(messages: str) -> bytes:
@@ -310,9 +354,8 @@ def _said(messages: str) -> bytes:
     return blake2b(" ".join(words.casefold().split()).encode(), digest_size=16).digest()
 
 
-def _prompt_mark(row: Mapping[str, Any]) -> bytes:
-    messages = blake2b(row["messages"].encode(), digest_size=16).digest()
-    return digest_of(row["prompt_ids"]) + messages
+def _text_digest(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=16).digest()
 
 
 def _responses(run: RunFolder, name: str) -> Iterator[tuple[bool, dict[str, Any]]]:

@@ -224,7 +224,7 @@ def _alarms(run: RunFolder, state: str, now: float, events: list[dict[str, Any]]
             )
     for event in events:
         if event["event"] == "quality_stop":
-            alarms.append(f"quality stop in set {event['set']}: {event['reason']}")
+            alarms.append(f"quality stop, {event['scope']}: {event['reason']}")
     return alarms[-5:]
 
 
@@ -392,11 +392,12 @@ def _live_rate(
 def _sets(run: RunFolder, recipe: Recipe | None) -> tuple[SetStatus, ...]:
     if recipe is None:
         return ()
-    return tuple(_set(run, one.name) for one in recipe.prompts.train)
+    samples = recipe.generate.samples_per_prompt
+    return tuple(_set(run, one.name, samples) for one in recipe.prompts.train)
 
 
-def _set(run: RunFolder, name: str) -> SetStatus:
-    total = sum(_rows(path) for path in (run.prompts / name).glob("*.parquet"))
+def _set(run: RunFolder, name: str, samples: int) -> SetStatus:
+    total = samples * sum(_turns(path) for path in (run.prompts / name).glob("*.parquet"))
     statuses: Counter[str] = Counter()
     segments = listed(run.segments / name, "*.arrow")
     committed = listed(run.responses / name, "part-*.parquet")
@@ -440,6 +441,12 @@ def _ids_and_statuses(path: Location) -> list[tuple[str, str]]:
         except FileNotFoundError:  # a commit replaced it a moment ago
             return []
     return list(zip(*(table[name].to_pylist() for name in columns), strict=True))
+
+
+def _turns(path: Path) -> int:
+    """How many answers the prompts of a file want, one sample each."""
+    later = pq.read_table(path, columns=["continuations"], partitioning=None)["continuations"]
+    return later.length() + int(pc.sum(pc.list_value_length(later)).as_py() or 0)
 
 
 def _rows(path: Path) -> int:

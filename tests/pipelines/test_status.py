@@ -144,7 +144,9 @@ def test_a_killed_driver_leaves_a_dead_run_that_says_how_to_go_on(generating, dr
 
 def test_a_run_that_stopped_by_itself_names_its_error(generating):
     events = EventLog(generating)
-    events.append("quality_stop", set="chat", phase="canary", reason="9 of 16 rows are rejected")
+    events.append(
+        "quality_stop", scope="set chat", phase="canary", reason="9 of 16 rows are rejected"
+    )
     events.append("stage_stopped", stage="generate", error="QualityStop")
     report = status(generating)
     assert report.state == "stopped"
