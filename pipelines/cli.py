@@ -2,6 +2,7 @@
 4 stopped by a quality gate, 5 verification failed, 130 interrupted.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -240,7 +241,9 @@ def _run(
     from pipelines.summary import render, summarise
 
     recipe = load_recipe(path, overrides)
-    results = run_stages(recipe, stages=stages, again=again, retry_failed=retry_failed)
+    # Ray prints its warnings where it likes; stdout is for what was asked for.
+    with contextlib.redirect_stdout(sys.stderr):
+        results = run_stages(recipe, stages=stages, again=again, retry_failed=retry_failed)
     run = run_of(recipe)
     if stages[-1] == STAGES[-1] and (
         not run.report.exists() or any(not r.was_done for r in results)
