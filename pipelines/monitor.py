@@ -367,7 +367,7 @@ class Monitor:
         breach = _Breach(
             f"{speed:.1f} output tokens/s, the canary had {canary:.1f}",
             "servers are gone, hang, or share their GPUs with something else",
-            "look at `eyas status` for the servers' states; to let a long tail run, lower "
+            "read the server events in events.jsonl and the logs; to let a long tail run, lower "
             "generate.gates.min_speed_share",
         )
         return self._stop(scope, breach, "window")
