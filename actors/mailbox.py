@@ -43,12 +43,15 @@ class Outbox:
 
 
 class Mailbox:
-    """The driver's end. Needs an initialised Ray; `end` it on every path."""
+    """The driver's end, on its own node. Needs an initialised Ray; `end` it on every path."""
 
     def __init__(self) -> None:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._actor: Any = ray.remote(_Box).options(num_cpus=0, max_concurrency=1).remote()
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        box = ray.remote(_Box).options(num_cpus=0, scheduling_strategy=here)
+        self._actor: Any = box.remote()
         self.outbox = Outbox(self._actor)
 
     def take(self) -> list[Any]:

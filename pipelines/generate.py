@@ -207,6 +207,8 @@ class _Asking:
     ) -> None:
         self.asked = self.tokens = 0  # rows and their output tokens, of this session
         self._recipe, self._run, self._events, self._sets = recipe, run, events, sets
+        self._is_open = False  # the tap: the canary has passed
+        self._held_before = any(wanted.held for wanted in sets.values())
         self._seen = frozenset(one for wanted in sets.values() for one in wanted.segment_names)
 
     def run_to_the_end(self) -> None:
@@ -228,6 +230,7 @@ class _Asking:
     def _ask_the_rest(self, fleet: Fleet, mailbox: Mailbox, watch: Watch) -> None:
         if not watch.look():
             return
+        self._is_open = True
         self._events.append("canary_passed")
         rest = {name: wanted.missing() for name, wanted in self._sets.items()}
         self._ask(rest, fleet, mailbox, watch)
@@ -291,9 +294,16 @@ class _Asking:
             raise
         watch.raise_error()
 
+    def _suspects(self, stop: Stop, monitor: Monitor) -> dict[str, tuple[str, ...]]:
+        """The rows to ask again: those of the scope; of a canary that kept the tap closed, all, so
+        that the cure may also be in the recipe."""
+        if not self._is_open and not self._held_before:
+            return {name: tuple(sorted(one.held)) for name, one in self._sets.items() if one.held}
+        return monitor.suspects(stop.scope)
+
     def _stop(self, stop: Stop, monitor: Monitor) -> NoReturn:
         """Remember what the gate saw, and end the run."""
-        suspects = monitor.suspects(stop.scope)
+        suspects = self._suspects(stop, monitor)
         remember_stop(self._run, QualityMark(stop.reason, stop.phase, suspects))
         figures = {name: value for name, value in asdict(stop.figures).items() if value is not None}
         self._events.append(
