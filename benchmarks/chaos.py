@@ -75,7 +75,7 @@ class Scale:
     kills_per_run: int
 
 
-SHORT = Scale(240, 600, refusal=False, kills=3, kill_prompts=150, kills_per_run=3)
+SHORT = Scale(240, 600, refusal=False, kills=2, kill_prompts=100, kills_per_run=2)
 LONG = Scale(2_000, 400, refusal=True, kills=50, kill_prompts=500, kills_per_run=5)
 
 # Attempts enough for all that one prompt can meet, and deadlines that a hanging request reaches.
