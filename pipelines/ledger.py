@@ -25,7 +25,7 @@ Row = dict[str, Any]
 T = TypeVar("T")
 
 _FLUSH_SECONDS = 1.0
-_FLUSH_ROWS = 64
+_FLUSH_ROWS = 256
 _WRITE_ATTEMPTS = 3
 _OUTAGE_SECONDS = 600.0
 _LONGEST_PAUSE = 30  # in flush times
