@@ -4,11 +4,12 @@ Gates judge one row; `pipelines.monitor` judges the last rows of a set, of a ser
 """
 
 import collections
-import itertools
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
+
+import numpy as np
 
 from actors.protocol import Finish
 from pipelines.recipe import Gates
@@ -63,9 +64,10 @@ def judge(
         flags.append("undeclared_tool")
     if calls.fault is not None and gates.broken_tool_calls == "flag":
         flags.append(calls.fault)
+    distinct = frozenset(output_ids)
     failed = (
-        _reserved(output_ids, reserved)
-        or _loop(output_ids, gates)
+        _reserved(output_ids, distinct, reserved)
+        or _loop(output_ids, distinct, gates)
         or _repetition(output_ids, gates)
         or _close(cut, gates)
         or _residual(cut)
@@ -82,16 +84,16 @@ def judge(
     return Rejected(gate, detail, tuple(flags))
 
 
-def _reserved(output_ids: Sequence[int], reserved: frozenset[int]) -> _Failed | None:
-    if reserved.isdisjoint(output_ids):
+def _reserved(output_ids: Sequence[int], distinct: Set[int], reserved: Set[int]) -> _Failed | None:
+    if distinct.isdisjoint(reserved):
         return None
     position = next(at for at, token in enumerate(output_ids) if token in reserved)
     return "reserved_id", f"id {output_ids[position]} at position {position}"
 
 
-def _loop(output_ids: Sequence[int], gates: Gates) -> _Failed | None:
+def _loop(output_ids: Sequence[int], distinct: Set[int], gates: Gates) -> _Failed | None:
     most = gates.max_one_token_share * len(output_ids)
-    if len(output_ids) - len(set(output_ids)) + 1 <= most:  # no token can come more often
+    if len(output_ids) - len(distinct) + 1 <= most:  # no token can come more often
         return None
     token, times = collections.Counter(output_ids).most_common(1)[0]
     if times < _LOOP_REPEATS or times <= most:
@@ -115,8 +117,9 @@ def repeated_runs(output_ids: Sequence[int], share: float) -> tuple[int, int]:
     if runs < 1 or share >= 1.0:  # the second can never be exceeded: the gate is off
         return 0, max(0, runs)
     # Where a run came before, its first pair did too. Counting pairs is much cheaper.
-    pairs = len(output_ids) - 1 - len(set(itertools.pairwise(output_ids)))
-    if pairs <= share * runs:
+    ids = np.asarray(output_ids, np.int64)
+    pairs = np.sort(ids[:-1] << 32 | ids[1:])  # an id has at most 32 bits
+    if np.count_nonzero(pairs[1:] == pairs[:-1]) <= share * runs:
         return 0, runs
     return runs - len(
         set(zip(*(output_ids[at : at + runs] for at in range(_RUN)), strict=True))
