@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -286,7 +287,7 @@ class GenerateWorker:
         ids = next_prompt_ids(prompt, answers, self._history_rule, self._decode)
         if isinstance(ids, NotAsked):
             return {**prompt, "messages": messages}, _not_asked(ids.fault, ids.detail)
-        return {**prompt, "messages": messages, "prompt_ids": list(ids)}, None
+        return {**prompt, "messages": messages, "prompt_ids": array("i", ids)}, None
 
     def _params(self, name: str, prompt_ids: Sequence[int]) -> dict[str, Any]:
         sampling = self._plan.sampling
@@ -319,12 +320,12 @@ def _not_asked(fault: str, detail: str) -> Failed:
 
 
 def prompt_rows(batch: pa.Table) -> list[dict[str, Any]]:
-    """The rows of a batch; ids by slices of one buffer, not one by one through Arrow scalars."""
+    """The rows of a batch; prompt ids as arrays of int32, by slices of one buffer."""
     ids = batch["prompt_ids"].combine_chunks()
     values, offsets = ids.values.to_numpy(), ids.offsets.to_pylist()
     rows = batch.drop_columns(["prompt_ids"]).to_pylist()
     for row, start, end in zip(rows, offsets[:-1], offsets[1:], strict=True):
-        row["prompt_ids"] = values[start:end].tolist()
+        row["prompt_ids"] = array("i", values[start:end].tobytes())
     return rows
 
 

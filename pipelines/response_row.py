@@ -2,6 +2,7 @@
 value, which is an argument."""
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,6 +16,8 @@ from pipelines.recipe import Gates, TargetProfile
 from pipelines.schema import SegmentKind, response_id
 from pipelines.split import Decode, Split, Splitter
 from pipelines.tool_calls import NO_CALLS, ToolCalls, read_calls
+
+_params_json = json.JSONEncoder(sort_keys=True).encode
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def derived_columns(reader: Reader, row: Mapping[str, Any]) -> dict[str, Any]:
         row["prompt_ids"],
         row["output_ids"],
         # A stored end that is another id than the last is a fault of its own; it cuts nothing off.
-        stop_id=stop_id if row["output_ids"][-1:] == [stop_id] else None,
+        stop_id=stop_id if list(row["output_ids"][-1:]) == [stop_id] else None,
         declared=tool_names(row["tools"]),
     )
     return _columns(reading)
@@ -135,7 +138,7 @@ class RowMaker:
         """A row of `RESPONSE_SCHEMA`.
 
         `prompt` is the prompt's row; for a later turn, with the `messages` and `prompt_ids` that
-        this turn was asked with.
+        this turn was asked with. Output ids come as an array of int32, as they are stored.
         """
         shared = {
             "sample_id": response_id(prompt["sample_id"], turn, sample),
@@ -145,7 +148,7 @@ class RowMaker:
             "sample": sample,
             **{name: encodable(prompt[name]) for name in ("messages", "tools")},
             "prompt_ids": prompt["prompt_ids"],
-            "params": json.dumps(dict(params), sort_keys=True),
+            "params": _params_json(dict(params)),
             "server": outcome.server,
             "attempt": outcome.attempt,
             "queued_ms": outcome.queued_ms,
@@ -160,6 +163,7 @@ class RowMaker:
 
     def _reply(self, prompt: Mapping[str, Any], reply: Completion) -> dict[str, Any]:
         declared = tool_names(prompt["tools"])
+        output_ids = array("i", reply.output_ids)
         reading = self._reader.read(
             prompt["prompt_ids"],
             reply.output_ids,
@@ -168,7 +172,7 @@ class RowMaker:
         )
         columns = _columns(reading)
         verdict = judge(
-            reply.output_ids,
+            output_ids,
             reading.cut,
             reply.finish,
             content=columns["content"],
@@ -199,7 +203,7 @@ class RowMaker:
                 "cached_tokens": reply.cached_tokens,
                 "total_tokens": reply.prompt_tokens + reply.completion_tokens,
             },
-            "output_ids": list(reply.output_ids),
+            "output_ids": output_ids,
             "text": text,
             "status": status,
             "detail": encodable(detail),
@@ -226,7 +230,7 @@ def _no_reply(outcome: Failed) -> dict[str, Any]:
             ),
             0,
         ),
-        "output_ids": [],
+        "output_ids": array("i"),
         "segments": [],
         "text": "",
         "status": f"failed:{outcome.fault}",

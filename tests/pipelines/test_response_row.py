@@ -64,7 +64,7 @@ def test_a_thinking_answer_is_split_and_counted():
         "cached_tokens": 1,
         "total_tokens": 8,
     }
-    assert row["output_ids"] == [5, 6, CLOSE, 7, STOP]
+    assert list(row["output_ids"]) == [5, 6, CLOSE, 7, STOP]
     assert row["finish_matched"] == "2"
     assert json.loads(row["params"]) == {"a": 2, "b": 1}
     assert (row["server"], row["attempt"], row["queued_ms"]) == ("http://s", 2, 11)
@@ -88,7 +88,7 @@ def test_a_rejected_row_keeps_all_its_ids():
     row = row_of(reply([5, 6, STOP]))
     assert row["status"] == "rejected:missing_think_close"
     assert row["detail"]
-    assert row["output_ids"] == [5, 6, STOP]
+    assert list(row["output_ids"]) == [5, 6, STOP]
 
 
 def test_a_plain_target_has_content_only():
@@ -103,7 +103,7 @@ def test_a_failed_row_says_that_its_zeros_are_no_counts():
     assert row["flags"] == '["no_reply"]'
     assert row["detail"] == "too ? long"
     assert set(row["usage"].values()) == {0}
-    assert row["output_ids"] == row["segments"] == []
+    assert list(row["output_ids"]) == row["segments"] == []
     assert row["prompt_ids"] == [1, 2, OPEN]
 
 
