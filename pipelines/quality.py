@@ -6,7 +6,7 @@ Gates judge one row; `pipelines.monitor` judges the last rows of a set, of a ser
 import collections
 import json
 import re
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,10 +64,9 @@ def judge(
         flags.append("undeclared_tool")
     if calls.fault is not None and gates.broken_tool_calls == "flag":
         flags.append(calls.fault)
-    distinct = frozenset(output_ids)
     failed = (
-        _reserved(output_ids, distinct, reserved)
-        or _loop(output_ids, distinct, gates)
+        _reserved(output_ids, reserved)
+        or _loop(output_ids, gates)
         or _repetition(output_ids, gates)
         or _close(cut, gates)
         or _residual(cut)
@@ -84,20 +83,19 @@ def judge(
     return Rejected(gate, detail, tuple(flags))
 
 
-def _reserved(output_ids: Sequence[int], distinct: Set[int], reserved: Set[int]) -> _Failed | None:
-    if distinct.isdisjoint(reserved):
+def _reserved(output_ids: Sequence[int], reserved: frozenset[int]) -> _Failed | None:
+    if reserved.isdisjoint(output_ids):
         return None
     position = next(at for at, token in enumerate(output_ids) if token in reserved)
     return "reserved_id", f"id {output_ids[position]} at position {position}"
 
 
-def _loop(output_ids: Sequence[int], distinct: Set[int], gates: Gates) -> _Failed | None:
-    most = gates.max_one_token_share * len(output_ids)
-    if len(output_ids) - len(distinct) + 1 <= most:  # no token can come more often
+def _loop(output_ids: Sequence[int], gates: Gates) -> _Failed | None:
+    most = max(_LOOP_REPEATS - 1, int(gates.max_one_token_share * len(output_ids)))
+    ordered = np.sort(np.asarray(output_ids, np.int64))
+    if not np.any(ordered[most:] == ordered[:-most]):  # no token comes more than `most` times
         return None
     token, times = collections.Counter(output_ids).most_common(1)[0]
-    if times < _LOOP_REPEATS or times <= most:
-        return None
     return "one_token_loop", f"id {token} is {times} of {len(output_ids)} tokens"
 
 

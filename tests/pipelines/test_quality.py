@@ -154,6 +154,17 @@ def test_counting_pairs_first_changes_no_verdict(ids, share):
     assert found in (0, repeated)
 
 
+@settings(deadline=None)
+@given(ids=st.lists(st.integers(5, 8), min_size=1, max_size=80), share=st.floats(0, 1))
+def test_a_loop_is_one_token_sixteen_times_and_more_than_its_share(ids, share):
+    rule = gates(max_one_token_share=share, max_repeated_share=1.0)
+    result = verdict(ids, rule=rule, content="x")
+    times = max(map(ids.count, ids))
+    is_loop = isinstance(result, Rejected) and result.gate == "one_token_loop"
+    assert is_loop == (times >= 16 and times > share * len(ids))
+    assert not is_loop or f"is {times} of {len(ids)}" in result.detail
+
+
 # Tool calls
 
 
