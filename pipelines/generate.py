@@ -220,12 +220,15 @@ class _Asking:
         progress = Progress("generate", total=total, done=held, unit="rows")
         with _servers(self._recipe, self._run, self._events) as fleet, _mailbox() as mailbox:
             monitor = self._monitor()
-            watch = Watch(mailbox, monitor, progress, fleet.check, self._count)
+            rows = self._recipe.generate.gates.canary_rows
+            watch = Watch(
+                mailbox, monitor, progress, fleet.check, self._count, stride=max(1, rows // 2)
+            )
             with watch:
                 self._ask(self._canary(len(fleet.states())), fleet, mailbox, watch)
                 self._ask_the_rest(fleet, mailbox, watch)
             if watch.stop is not None:
-                self._stop(watch.stop, monitor)
+                self._stop(watch.stop, watch.suspects)
 
     def _ask_the_rest(self, fleet: Fleet, mailbox: Mailbox, watch: Watch) -> None:
         if not watch.look():
@@ -294,16 +297,12 @@ class _Asking:
             raise
         watch.raise_error()
 
-    def _suspects(self, stop: Stop, monitor: Monitor) -> dict[str, tuple[str, ...]]:
-        """The rows to ask again: those of the scope; of a canary that kept the tap closed, all, so
-        that the cure may also be in the recipe."""
-        if not self._is_open and not self._held_before:
-            return {name: tuple(sorted(one.held)) for name, one in self._sets.items() if one.held}
-        return monitor.suspects(stop.scope)
-
-    def _stop(self, stop: Stop, monitor: Monitor) -> NoReturn:
+    def _stop(self, stop: Stop, seen: Mapping[str, Sequence[str]]) -> NoReturn:
         """Remember what the gate saw, and end the run."""
-        suspects = self._suspects(stop, monitor)
+        if not self._is_open and not self._held_before:
+            # The canary kept the tap closed: so few rows that the cure may also be in the recipe.
+            seen = {name: sorted(one.held) for name, one in self._sets.items() if one.held}
+        suspects = {name: tuple(ids) for name, ids in seen.items()}
         remember_stop(self._run, QualityMark(stop.reason, stop.phase, suspects))
         figures = {name: value for name, value in asdict(stop.figures).items() if value is not None}
         self._events.append(

@@ -35,8 +35,13 @@ class Watch:
         progress: Progress,
         check_servers: Callable[[], None],
         count: Callable[[Sequence[RowReport]], None],
+        *,
+        stride: int,  # rows between two looks of the monitor: a bad window is seen before it passes
     ) -> None:
+        self._stride = stride
         self.stop: Stop | None = None
+        # By set: the rows of the window that made the gate fire, and all that came after them.
+        self.suspects: dict[str, list[str]] = {}
         self._error: Exception | None = None
         self._over_since: float | None = None
         self._mailbox, self._monitor, self._progress = mailbox, monitor, progress
@@ -97,13 +102,31 @@ class Watch:
         with self._looking:
             reports: list[RowReport] = self._mailbox.take()
             now = time.monotonic()
-            for one in reports:
-                if one.status not in _NOT_ASKED:
-                    self._monitor.add(one, now)
-                self._tokens += one.output_tokens
+            for at in range(0, len(reports), self._stride):
+                self._take(reports[at : at + self._stride], now)
             self._count(reports)
             rate = self._tokens / max(now - self._started, 1e-9)
             self._progress.advance(len(reports), {"tokens/s": f"{rate:,.0f}"})
-            verdict = self._monitor.verdict(now)
-            if isinstance(verdict, Stop) and self.stop is None:
-                self.stop = verdict
+            self._judge(now)  # silence too says something
+
+    def _take(self, reports: Sequence[RowReport], now: float) -> None:
+        for one in reports:
+            self._tokens += one.output_tokens
+            if one.status not in _NOT_ASKED:
+                self._monitor.add(one, now)
+            if self.stop is not None and self.stop.scope.holds(one):
+                self._suspect(one.dataset, one.sample_id)
+        self._judge(now)
+
+    def _judge(self, now: float) -> None:
+        if self.stop is not None:
+            return
+        verdict = self._monitor.verdict(now)
+        if isinstance(verdict, Stop):
+            self.stop = verdict
+            for name, ids in self._monitor.suspects(verdict.scope).items():
+                for one in ids:
+                    self._suspect(name, one)
+
+    def _suspect(self, set_name: str, sample_id: str) -> None:
+        self.suspects.setdefault(set_name, []).append(sample_id)

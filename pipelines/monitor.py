@@ -53,6 +53,16 @@ class Scope:
     kind: Literal["run", "set", "server"]
     name: str = ""
 
+    def holds(self, report: RowReport) -> bool:
+        """Whether a row belongs to this set or server; none belongs to the run."""
+        match self.kind:
+            case "set":
+                return report.dataset == self.name
+            case "server":
+                return report.server == self.name
+            case "run":
+                return False
+
     def __str__(self) -> str:
         return f"{self.kind} {self.name}" if self.name else f"the {self.kind}"
 
