@@ -1,6 +1,7 @@
 """One server's HTTP endpoint: one attempt, one typed outcome. No retries here."""
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -26,7 +27,6 @@ _ABORT_SECONDS = 5.0
 _FACTS_BYTES = 16 * 2**20
 # Reading a body in a thread costs more than reading a small one here.
 _THREAD_ABOVE_BYTES = 2**20
-_JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Client:
             async with self._session.get(
                 self.url + protocol.READY,
                 allow_redirects=False,
-                timeout=self._timeout(deadline_seconds),
+                timeout=_timeout(deadline_seconds, self._connect_seconds),
             ) as reply:
                 date = reply.headers.get("Date")
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
@@ -182,10 +182,9 @@ class Client:
             async with self._session.request(
                 method,
                 self.url + path,
-                data=body,
-                headers=None if body is None else _JSON,
+                data=None if body is None else _json_payload(body),
                 allow_redirects=False,
-                timeout=self._timeout(deadline_seconds),
+                timeout=_timeout(deadline_seconds, self._connect_seconds),
             ) as reply:
                 content = await _read(reply, max_bytes)
                 retry_after = reply.headers.get("Retry-After") if reply.status != 200 else None
@@ -196,17 +195,24 @@ class Client:
         )
         return _Reply(reply.status, content, wait)
 
-    def _timeout(self, deadline_seconds: float) -> aiohttp.ClientTimeout:
-        """The whole exchange by the caller's deadline, which replaces aiohttp's own 300 s."""
-        return aiohttp.ClientTimeout(
-            total=deadline_seconds, sock_connect=self._connect_seconds, sock_read=None
-        )
-
     def _abort(self, rid: str) -> None:
         """Tell the server in the background; closing the client waits for it."""
         task = asyncio.get_running_loop().create_task(_quietly(self.abort(rid), self.url))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
+
+
+@functools.lru_cache
+def _timeout(deadline_seconds: float, connect_seconds: float) -> aiohttp.ClientTimeout:
+    """The whole exchange by the caller's deadline, which replaces aiohttp's own 300 s."""
+    return aiohttp.ClientTimeout(
+        total=deadline_seconds, sock_connect=connect_seconds, sock_read=None
+    )
+
+
+def _json_payload(body: bytes) -> aiohttp.BytesPayload:
+    # Bytes alone would be looked up in a registry, and their header merged into the session's.
+    return aiohttp.BytesPayload(body, content_type="application/json")
 
 
 def _headers() -> dict[str, str]:
