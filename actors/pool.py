@@ -416,10 +416,10 @@ class Pool:
         )
         if state is None:
             return None
-        return self._lend(self._servers[state.url], demand, affinity, now)
+        server = self._servers[state.url]
+        return self._lend(server, self._cost(server, demand), affinity, now)
 
-    def _lend(self, server: _Server, demand: Demand, affinity: str | None, now: float) -> _Lease:
-        cost = self._cost(server, demand)
+    def _lend(self, server: _Server, cost: int, affinity: str | None, now: float) -> _Lease:
         server.state.send(cost, now)
         if affinity is not None:
             self._affinity.remember(affinity, server.state.url)
@@ -445,10 +445,11 @@ class Pool:
             if index is None:
                 return
             turn = self._waiting[index]
-            if not state.has_room(self._cost(server, turn.demand), now, self._share):
+            cost = self._cost(server, turn.demand)
+            if not state.has_room(cost, now, self._share):
                 return
             del self._waiting[index]
-            turn.future.set_result(self._lend(server, turn.demand, turn.affinity, now))
+            turn.future.set_result(self._lend(server, cost, turn.affinity, now))
 
     def _next_turn(self, server: _Server) -> int | None:
         """The place of the row that this server serves next: one of the first ones if it holds its
