@@ -24,7 +24,7 @@ from actors.mailbox import Mailbox
 from pipelines.errors import PreflightFailed, QualityStop, RunError
 from pipelines.generate_preflight import admission_of
 from pipelines.generate_watch import Watch
-from pipelines.generate_worker import GenerateWorker, WorkerPlan
+from pipelines.generate_worker import GenerateWorker, WorkerPlan, permits_per_server
 from pipelines.monitor import Monitor, Stop
 from pipelines.quality_stop import QualityMark, remember_stop, set_aside_suspects
 from pipelines.recipe import Recipe
@@ -219,7 +219,7 @@ class _Asking:
         held = sum(len(wanted.held) for wanted in self._sets.values())
         progress = Progress("generate", total=total, done=held, unit="rows")
         with _servers(self._recipe, self._run, self._events) as fleet, _mailbox() as mailbox:
-            monitor = self._monitor()
+            monitor = self._monitor(len(fleet.states()))
             rows = self._recipe.generate.gates.canary_rows
             watch = Watch(
                 mailbox, monitor, progress, fleet.check, self._count, stride=max(1, rows // 2)
@@ -244,10 +244,12 @@ class _Asking:
         each = max(rows, -(-rows * servers // len(self._sets)))
         return {name: wanted.missing(wanted.first(each)) for name, wanted in self._sets.items()}
 
-    def _monitor(self) -> Monitor:
+    def _monitor(self, servers: int) -> Monitor:
         """A monitor that knows the rows which are held."""
         sizes = {name: wanted.total for name, wanted in self._sets.items()}
-        monitor = Monitor(self._recipe.generate.gates, sizes)
+        permits = permits_per_server(self._recipe)
+        in_flight = {"set": permits * servers, "server": permits}
+        monitor = Monitor(self._recipe.generate.gates, sizes, in_flight)
         held = [report for wanted in self._sets.values() for report in wanted.reports]
         for report in sorted(held, key=lambda one: (one.finished_us, one.sample_id)):
             monitor.add(report, None)

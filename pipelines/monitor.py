@@ -2,8 +2,8 @@
 counters; time is an argument.
 
 Rows are watched three ways: by set, by server, and all together. The first `canary_rows` of a set
-or a server are its canary; after that the last as many rows are its window. Each row costs the
-same, however many came before.
+or a server are its canary; after that the last rows are its window: as many, or as many as may be
+in flight if these are more. Each row costs the same, however many came before.
 """
 
 import collections
@@ -108,9 +108,11 @@ class _Breach:
 
 @dataclass
 class _Window:
-    """The last `size` rows of a scope, counted."""
+    """The last `size` rows of a scope, counted. When its canary is over, `later` may be more."""
 
     size: int
+    later: int = 0
+    canary: int = field(init=False)
     seen: int = 0  # rows ever
     rows: collections.deque[RowReport] = field(default_factory=collections.deque)
     statuses: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -140,7 +142,12 @@ class _Window:
         """Prompts whose reply is that of another prompt too, beyond one for each such reply."""
         return len(self.answers) - len(self.hashes)
 
+    def __post_init__(self) -> None:
+        self.canary = self.size
+
     def add(self, report: RowReport) -> None:
+        if self.seen == self.canary:
+            self.size = max(self.size, self.later)
         self.seen += 1
         self.rows.append(report)
         self._count(report, 1)
@@ -244,11 +251,19 @@ class Monitor:
     """The watch itself: it is told of every durable row, and asked whenever someone likes.
 
     `sizes` are the numbers of rows of sets, so that the canary of a set with fewer than
-    `canary_rows` rows is judged when all of it is there.
+    `canary_rows` rows is judged when all of it is there. `in_flight` is how many rows a set, and a
+    server, may have in flight: a later window holds as many. Refusals and short answers come back
+    first, so that fewer would show them alone whenever many rows are asked at once.
     """
 
-    def __init__(self, gates: Gates, sizes: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        gates: Gates,
+        sizes: Mapping[str, int] | None = None,
+        in_flight: Mapping[str, int] | None = None,
+    ) -> None:
         self._gates, self._sizes = gates, dict(sizes or {})
+        self._in_flight = dict(in_flight or {})
         self._windows: dict[Scope, _Window] = {}
         self._drifts: dict[str, _Drift] = {}
         self._speed = _Speed(gates.canary_rows)
@@ -306,7 +321,7 @@ class Monitor:
             size = self._gates.canary_rows
             if scope.kind == "set" and scope.name in self._sizes:
                 size = max(1, min(size, self._sizes[scope.name]))
-            self._windows[scope] = _Window(size)
+            self._windows[scope] = _Window(size, self._in_flight.get(scope.kind, 0))
         self._windows[scope].add(report)
         self._stale.add(scope)
 
@@ -341,7 +356,7 @@ class Monitor:
 
     def _phase(self, scope: Scope) -> Phase:
         window = self._windows[scope]
-        return "canary" if window.seen <= window.size else "window"
+        return "canary" if window.seen <= window.canary else "window"
 
     def _stop(self, scope: Scope, breach: _Breach, phase: Phase) -> Stop:
         figures = self.figures(scope)

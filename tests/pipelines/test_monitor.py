@@ -352,3 +352,22 @@ def test_every_gate_has_a_cause_and_a_cure_of_its_own():
     assert len(gate_names) > 9
     for gate in gate_names | tool_faults:
         assert explain(f"rejected:{gate}") != explain("failed:refused"), gate
+
+
+def test_refusals_that_come_back_first_when_many_rows_are_asked_at_once_are_no_bad_window():
+    """A tenth of the prompts is refused at once; the answers of the others take a while."""
+    rule, in_flight = gates(canary_rows=8, max_failed_share=0.5), 200
+    canary = [report(number) for number in range(8)]
+    first = [report(number, "failed:http_400") for number in range(100, 100 + in_flight // 10)]
+    answers = [report(number) for number in range(200, 380)]
+    narrow, wide = Monitor(rule), Monitor(rule, in_flight={"set": in_flight})
+    verdicts = {narrow: [], wide: []}
+    for now, one in enumerate([*canary, *first, *answers]):
+        for monitor, seen in verdicts.items():
+            monitor.add(one, now)
+            seen.append(monitor.verdict(now))
+    assert any(isinstance(one, Stop) for one in verdicts[narrow])
+    assert all(isinstance(one, Go) for one in verdicts[wide])
+    for now in range(1000, 1000 + in_flight):  # when everything is bad it is seen all the same
+        wide.add(report(now, "failed:http_400"), now)
+    assert wide.verdict(1200).phase == "window"
