@@ -31,6 +31,21 @@ class Sampling(BaseModel, frozen=True, extra="forbid", strict=True):
     max_new_tokens: PositiveInt  # the cap; a row near the context's end gets less
     seed: NonNegativeInt  # each row's own seed is derived from this and its sample id
 
+    @staticmethod
+    def greedy(max_new_tokens: int) -> "Sampling":
+        """The most likely token, always."""
+        return Sampling(
+            temperature=0.0,
+            top_p=1.0,
+            top_k=-1,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            max_new_tokens=max_new_tokens,
+            seed=0,
+        )
+
     @model_validator(mode="after")
     def _top_k_is_off_or_positive(self) -> "Sampling":
         if self.top_k != -1 and self.top_k < 1:

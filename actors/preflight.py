@@ -27,17 +27,7 @@ _PROBE_TOKENS = 16
 _PROBE_DEADLINE_SECONDS = 300.0
 _PROBE_ATTEMPTS = 3  # one bad reply in a long run is no reason to refuse a server
 _PROBE_PAUSE_SECONDS = 0.5
-_GREEDY = Sampling(
-    temperature=0.0,
-    top_p=1.0,
-    top_k=-1,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    max_new_tokens=_PROBE_TOKENS,
-    seed=0,
-)
+_GREEDY = Sampling.greedy(_PROBE_TOKENS)
 
 
 @dataclass(frozen=True)

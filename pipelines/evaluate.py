@@ -410,17 +410,7 @@ async def _ask(
 
 
 def _request(recipe: Recipe, prompt: Prompt, max_new_tokens: int) -> GenerateRequest:
-    greedy = Sampling(
-        temperature=0.0,
-        top_p=1.0,
-        top_k=-1,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        max_new_tokens=max_new_tokens,
-        seed=0,
-    )
+    greedy = Sampling.greedy(max_new_tokens)
     return GenerateRequest(
         rid=prompt.sample_id,
         input_ids=prompt.input_ids,

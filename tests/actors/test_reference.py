@@ -36,17 +36,7 @@ from tests.support.draft_folder import random_draft
 from tests.support.tiny_target import AUX_LAYER_IDS, EOS_ID
 
 ROOT = Path(__file__).parents[2]
-GREEDY = Sampling(
-    temperature=0.0,
-    top_p=1.0,
-    top_k=-1,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    max_new_tokens=480,
-    seed=0,
-)
+GREEDY = Sampling.greedy(480)
 
 
 class Served:

@@ -17,17 +17,7 @@ VOCABULARY = 49152
 CONTEXT = 8192
 STOP_ID = 2
 DEADLINE = 120.0
-GREEDY = Sampling(
-    temperature=0.0,
-    top_p=1.0,
-    top_k=-1,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    max_new_tokens=CONTEXT,
-    seed=1,
-)
+GREEDY = Sampling.greedy(CONTEXT)
 
 T = TypeVar("T")
 
