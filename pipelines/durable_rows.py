@@ -6,6 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipelines.row_report import is_settled
 from pipelines.segments import committed_files
 from pipelines.storage import Location, contents, listed, readable
 from pipelines.store import RunFolder
@@ -15,8 +16,8 @@ class DurableRows:
     """Where the bodies of some durable rows lie, by sample id.
 
     Rows of segments that are not in `skip` are all known: they became durable after the driver
-    looked. Of everything older, only the rows named in `also` are. A failed row is not known: it
-    may be asked again.
+    looked. Of everything older, only the rows named in `also` are. A row that failed other than by
+    a refusal is not known: it may be asked again.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class DurableRows:
     def _take(self, path: Location, wanted: Collection[str] | None) -> None:
         columns = _read(path, ["sample_id", "status"])
         for at, row in enumerate(columns.to_pylist()):
-            if row["status"].startswith("failed:"):
+            if not is_settled(row["status"]):
                 continue
             if wanted is None or row["sample_id"] in wanted:
                 self._places[row["sample_id"]] = (path, at)

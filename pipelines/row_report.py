@@ -25,6 +25,17 @@ REPORT_COLUMNS = (
 )
 
 
+# The names that `actors` gives to refusals of a prompt (not of a client, as 401 is).
+_REFUSALS = frozenset(
+    f"failed:{name}" for name in ("http_400", "http_413", "http_422", "prompt_id_out_of_vocabulary")
+)
+
+
+def is_settled(status: str) -> bool:
+    """Whether asking again would change nothing: there is a reply, or a server said no."""
+    return not status.startswith("failed:") or status in _REFUSALS
+
+
 @dataclass(frozen=True)
 class RowReport:
     """One durable row. Counts of a failed row are zero: it has no reply, see `has_reply`."""
@@ -47,6 +58,11 @@ class RowReport:
     def is_ok(self) -> bool:
         """Whether the row may be trained on."""
         return self.status == "ok"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether asking again would change nothing: there is a reply, or a server said no."""
+        return is_settled(self.status)
 
     @property
     def has_reply(self) -> bool:

@@ -42,6 +42,8 @@ from pipelines.store import RunFolder
 
 ROWS_PER_PART = 4096
 
+_REOPENED = "reopened"  # begins the name of the segment that `reopen_failed` writes
+
 _ROWS_PER_GROUP = 512  # of a Parquet row group: what a reader, and a commit, holds at once
 _WINDOW_BYTES = 256 << 20  # of rows that a commit brings into order at a time
 _STATUSES = ("ok", "rejected", "failed")  # the best first
@@ -163,8 +165,13 @@ def reopen_failed(run: RunFolder, set_name: str, *, hook: Hook = _no_hook) -> in
         hook("reopen")
         some = failed.slice(0, _ROWS_PER_GROUP)
         (table,) = _gather(files, some, [(0, some.num_rows)])
-        write_segment(run.segments / set_name, "reopened-000000", table)
+        write_segment(run.segments / set_name, f"{_REOPENED}-000000", table)
     return int(failed.num_rows)
+
+
+def is_reopened(run: RunFolder, set_name: str) -> bool:
+    """Whether failed rows of a set are to be asked again, refusals too, until the next commit."""
+    return any(one.name.startswith(_REOPENED) for one in _segment_files(run, set_name))
 
 
 def commit(

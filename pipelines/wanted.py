@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from pipelines.errors import PreflightFailed, VerificationFailed
 from pipelines.schema import response_id
-from pipelines.segments import committed_files, committed_ids, durable_reports
+from pipelines.segments import committed_files, committed_ids, durable_reports, is_reopened
 from pipelines.storage import listed, readable
 from pipelines.store import RunFolder
 
@@ -23,13 +23,13 @@ class Wanted:
         self.files = sorted((run.prompts / set_name).glob("*.parquet"))
         self._turns = self._read_turns(run)
         self.segment_names = [one.name for one in listed(run.segments / set_name, "*.arrow")]
-        committed = committed_ids(run, set_name)
-        # Not asked again: all that is committed, and every durable reply. A row that failed (a dead
-        # server, say) and is not committed yet gets another chance.
+        committed, again = committed_ids(run, set_name), is_reopened(run, set_name)
+        # Not asked again: all that is committed, and every durable reply or refusal. A row that
+        # failed otherwise (a dead server, say) and is not committed yet gets another chance.
         self.reports = [
             one
             for one in durable_reports(run, set_name)
-            if one.has_reply or one.sample_id in committed
+            if one.has_reply or (one.is_settled and not again) or one.sample_id in committed
         ]
         self.held = {one.sample_id for one in self.reports}
         self.total = samples_per_prompt * sum(self._turns.values())

@@ -20,7 +20,7 @@ from pipelines.recipe import load_recipe
 from pipelines.schema import PROMPT_SCHEMA
 from pipelines.segments import commit, durable_ids, durable_reports
 from pipelines.store import RunFolder
-from tests.support.fake_server import FakeServer, Hang, Reply, good_reply
+from tests.support.fake_server import FakeServer, Hang, Raw, Reply, good_reply
 from tests.support.generate_run import Always, by_number, plan_of, prompt_row, recipe_for
 from tests.support.road import write_recipe
 
@@ -89,14 +89,20 @@ def test_a_row_of_a_segment_that_the_driver_saw_is_not_looked_up(plan_for, servi
     assert known.row("chat-000000000001")["output_ids"] == [40, 41, 42, 2]
 
 
-def test_a_failed_row_is_asked_again_and_a_committed_one_is_found(plan_for, serving, working):
+def test_a_committed_row_is_found_and_one_that_no_server_took_is_not(plan_for, serving, working):
     with serving() as server:
         plan = plan_for(server.url)
         working(plan)(batch(0, 9))
         commit(plan.run, "chat", ["chat-000000000000", "chat-000000000009"])
     known = DurableRows(plan.run, ["chat"], also=["chat-000000000000", "chat-000000000009"])
     assert known.row("chat-000000000000")["status"] == "ok"
-    assert "chat-000000000009" not in known
+    assert known.row("chat-000000000009")["status"] == "failed:http_400"  # it would be so again
+    broken = Raw(b"<html>", 502)
+    with serving(lambda *_: broken) as server:
+        lost = plan_for(server.url, "generate.pool={attempts: 1}")
+        working(lost)(batch(5))
+    assert statuses(lost)["chat-000000000005"] == "failed:http_502"
+    assert "chat-000000000005" not in DurableRows(lost.run, ["chat"])
 
 
 def test_a_closed_tap_ends_the_call_tells_the_server_and_keeps_what_came(
