@@ -148,11 +148,12 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:  # [n, q, heads, d]
     """Attend without repeating keys and values for grouped heads.
 
-    Raises `NotImplementedError` on anything that would change the result and is not done here.
+    Raises `ValueError` for a target whose attention is another one: it would be served wrongly, so
+    the engine refuses it when it is loaded.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if name in extras and extras[name] is not None:
-            raise NotImplementedError(f"attention with {name}")
+            raise ValueError(f"its attention has {name}, which this engine does not compute")
     rows, heads, queries, _ = query.shape
     kv_heads = key.shape[1]
     if attention_mask is None:

@@ -92,7 +92,7 @@ class Target:
         try:
             _prove(self, model)
             self._watch_layers(config)
-        except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise TargetRefused(
                 f"{', '.join(self.architectures)} does not run on this engine: {error!r}"
             ) from error
@@ -164,7 +164,7 @@ class Target:
             if isinstance(module, torch.nn.ModuleList) and len(module) == config.num_hidden_layers
         ]
         if not stacks:
-            raise NotImplementedError("no list of layers to watch")
+            raise ValueError("it has no list of its layers, so their outputs cannot be captured")
         for layer in self.aux_layer_ids:
 
             def keep(_module: Any, _inputs: Any, output: Any, layer: int = layer) -> None:

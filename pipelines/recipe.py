@@ -194,7 +194,7 @@ class Gates(Strict):
     languages: Literal["same_script"] | None
 
     canary_rows: PositiveInt  # the first rows of each set and server; the tap opens after them
-    max_rejected_share: _Share  # of the canary, and of every later window of as many rows
+    max_rejected_share: _Share  # of the canary, and of every later window
     min_reasoning_share: _Share  # of replies; 0 for a target that does not reason
 
     min_closed_share: _Share = 0.5  # of replies with reasoning: an end of it was seen
