@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipelines.schema import response_id
-from pipelines.sources import dump_json
+from pipelines.sources.row import dump_json
 
 Decode = Callable[[Sequence[int]], str]  # ids to text, special tokens shown
 

@@ -18,7 +18,8 @@ from pipelines.conversation import HistoryRule
 from pipelines.errors import BadRecipe, PreflightFailed
 from pipelines.recipe import PromptSet, Recipe
 from pipelines.schema import PROMPT_SCHEMA, REJECTED_PROMPT_SCHEMA
-from pipelines.sources import BadRow, SourceRow, dump_json, read_prompts
+from pipelines.sources.files import read_prompts
+from pipelines.sources.row import BadRow, SourceRow, dump_json
 from pipelines.store import RunFolder, write_parquet
 from pipelines.telemetry import EventLog
 from pipelines.template import (

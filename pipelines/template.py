@@ -14,7 +14,7 @@ import jinja2
 
 from pipelines.errors import PreflightFailed
 from pipelines.recipe import Target, TargetProfile
-from pipelines.sources import Json, Reason, dump_json
+from pipelines.sources.row import Json, Reason, dump_json
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Literal
 from pipelines.conversation import HistoryRule
 from pipelines.errors import PreflightFailed
 from pipelines.recipe import TargetProfile
-from pipelines.sources import Json, SourceRow, dump_json
+from pipelines.sources.row import Json, SourceRow, dump_json
 from pipelines.template import TEMPLATE_ERRORS, ChatTemplate, NotRendered, Rendered
 
 _ASK = ("What do hawks eat?", "And what do owls eat?", "Which of them hunts at night?")

@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 if str(HERE.parents[1]) not in sys.path:
     sys.path.insert(0, str(HERE.parents[1]))
 
-from pipelines.sources import normalise_tools  # noqa: E402  (the repository is not installed here)
+from pipelines.sources.tools import normalise_tools  # noqa: E402  (the repository is not installed here)
 
 Record = dict[str, Any]
 

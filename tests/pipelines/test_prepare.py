@@ -15,7 +15,7 @@ from pipelines.errors import BadRecipe, PreflightFailed
 from pipelines.prepare import prepare
 from pipelines.recipe import load_recipe
 from pipelines.schema import PROMPT_SCHEMA, REJECTED_PROMPT_SCHEMA
-from pipelines.sources import parse_row
+from pipelines.sources.messages import parse_row
 from pipelines.store import RunFolder
 from pipelines.telemetry import EventLog
 

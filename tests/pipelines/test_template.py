@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipelines.errors import PreflightFailed
 from pipelines.recipe import ChannelMarkers, Target, TargetProfile, ToolMarkers
-from pipelines.sources import normalise_tools
+from pipelines.sources.tools import normalise_tools
 from pipelines.target import prepare_quickstart_target
 from pipelines.template import (
     TOOLS_INSTRUCTION,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pipelines.conversation import Answer, messages_before, next_prompt_ids, turns_of
 from pipelines.errors import PreflightFailed
 from pipelines.recipe import Target, TargetProfile
-from pipelines.sources import SourceRow, parse_row
+from pipelines.sources.messages import parse_row
+from pipelines.sources.row import SourceRow
 from pipelines.target import prepare_quickstart_target
 from pipelines.template import ChatTemplate, NotRendered, load_tokenizer
 from pipelines.turns import Turns, asked, check_history_reasoning, history_rule, render_turns

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.recipe import load_recipe
-from pipelines.sources import SourceRow, read_prompts
+from pipelines.sources.files import read_prompts
+from pipelines.sources.row import SourceRow
 from pipelines.target import prepare_quickstart_target
 from pipelines.template import ChatTemplate, Rendered, load_tokenizer
 

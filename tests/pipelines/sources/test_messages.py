@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.errors import BadRecipe
-from pipelines.sources import BadRow, SourceRow, normalise_tools, parse_row, read_prompts
+from pipelines.sources.files import read_prompts
+from pipelines.sources.messages import parse_row
+from pipelines.sources.row import BadRow, SourceRow
+from pipelines.sources.tools import normalise_tools
 
 ASK = {"role": "user", "content": "What do hawks eat?"}
 ANSWER = {"role": "assistant", "content": "Voles."}
@@ -39,8 +42,8 @@ def read(path):
         ({"messages": [{"role": "user", "content": None}]}, "empty_content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "unsupported_content"),
         ({"messages": [{"role": "user", "content": 3}]}, "unsupported_content"),
-        ({"messages": [{"role": "system", "content": "Be kind."}]}, "last_message_not_user"),
-        ({"messages": [ANSWER]}, "last_message_not_user"),
+        ({"messages": [{"role": "system", "content": "Be kind."}]}, "no_question"),
+        ({"messages": [ANSWER]}, "no_question"),
         ({"messages": [{"role": "user", "content": "a\0b"}]}, "nul_character"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "lone_surrogate"),
         ({"messages": [ASK], "source": "\ud83d"}, "lone_surrogate"),
