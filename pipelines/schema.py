@@ -8,7 +8,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-PROMPT_SCHEMA_VERSION = "2"
+PROMPT_SCHEMA_VERSION = "3"
 RESPONSE_SCHEMA_VERSION = "2"
 
 Domain = Literal["chat", "math", "code", "tools", "multilingual", "other"]
@@ -29,6 +29,9 @@ PROMPT_SCHEMA = pa.schema(
         _field("domain", pa.string()),
         _field("messages", pa.string()),  # JSON list of {role, content, ...}
         _field("tools", pa.string()),  # JSON list; "[]" where there are none
+        _field("tools_given", pa.string()),  # JSON: as the set declares them; "null" where none
+        _field("repairs", pa.string()),  # JSON list: the rules that mended the conversation
+        _field("format", pa.string()),  # how the source writes its rows
         _field("prompt_ids", _IDS),  # the template rendered and tokenised once, up to turn 1
         # For further user turns that are to be answered, one list each, empty lists where there are
         # none. Turn k + 1 is asked with history[0] + answer 1 + history[1] + ... + answer k +
