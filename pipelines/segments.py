@@ -10,30 +10,27 @@ import shutil
 import tempfile
 import threading
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines.errors import StorageFailed, VerificationFailed
 from pipelines.lease import check_lease
-from pipelines.row_report import REPORT_COLUMNS, RowReport, report_of
+from pipelines.row_index import STATUSES, RowIndex, checksum, read_index, read_reports
+from pipelines.row_report import RowReport
 from pipelines.schema import RESPONSE_SCHEMA
 from pipelines.storage import (
     Location,
     RemotePath,
     atomic_file,
-    contents,
     for_each,
     listed,
-    readable,
     sha256_of,
     storage_faults,
     write_atomically,
@@ -44,12 +41,7 @@ ROWS_PER_PART = 4096
 
 _REOPENED = "reopened"  # begins the name of the segment that `reopen_failed` writes
 
-_ROWS_PER_GROUP = 512  # of a Parquet row group: what a reader, and a commit, holds at once
-_WINDOW_BYTES = 256 << 20  # of rows that a commit brings into order at a time
-_STATUSES = ("ok", "rejected", "failed")  # the best first
-_INDEX_COLUMNS = ("sample_id", "status", "attempt", "finished_at", "server")
-# The last two only make the choice independent of the files' order.
-_PREFERENCE = ("sample_id", "rank", "attempt", "finished_at", "server", "status", "file", "at")
+_ROWS_PER_GROUP = 512  # of a Parquet row group: what a reader holds at once
 _IDS = ("prompt_ids", "output_ids")
 # A dictionary pays where values repeat; on ids and texts it is tried in vain.
 _DICTIONARIES = ["dataset", "domain", "tools", "finish_reason", "finish_matched", "status"]
@@ -120,33 +112,38 @@ def write_segment(folder: Location, name: str, table: pa.Table) -> Location:
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     content = sink.getvalue()
-    location = folder / f"{name}-{_checksum(content)}.arrow"
+    location = folder / f"{name}-{checksum(content)}.arrow"
     write_atomically(location, content)
     return location
 
 
 def durable_ids(run: RunFolder, set_name: str) -> set[str]:
     """The sample ids of every row that is in a segment or committed."""
-    return set(_index(_all_files(run, set_name), check=False).table["sample_id"].to_pylist())
+    return set(read_index(_all_files(run, set_name), check=False).ids.to_pylist())
 
 
-def durable_reports(run: RunFolder, set_name: str, *, check: bool = True) -> list[RowReport]:
-    """One report for each durable row: the version that a commit would choose.
+def report_table(run: RunFolder, set_name: str, *, check: bool = True) -> pa.Table:
+    """One report, of `REPORT_SCHEMA`, for each durable row: the version that a commit would choose.
 
     With `check`, every segment is compared with its checksum, which reads all of it; without, only
     the columns of a report are read. A commit checks in any case.
     """
-    files = _all_files(run, set_name)
-    index = _index(files, check=check, reports=True)
-    chosen = _best(index.table)["row"].to_pylist()
-    return [index.reports[at] for at in chosen]
+    return read_reports(_all_files(run, set_name), check=check)
+
+
+def durable_reports(run: RunFolder, set_name: str, *, check: bool = True) -> list[RowReport]:
+    """The rows of `report_table`."""
+    return [RowReport(**row) for row in report_table(run, set_name, check=check).to_pylist()]
 
 
 def committed_ids(run: RunFolder, set_name: str) -> set[str]:
     """The sample ids of a finished commit; none while segments are left to commit."""
-    if _segment_files(run, set_name):
-        return set()
-    return set(_index(committed_files(run, set_name), check=False).table["sample_id"].to_pylist())
+    return set() if is_open(run, set_name) else durable_ids(run, set_name)
+
+
+def is_open(run: RunFolder, set_name: str) -> bool:
+    """Whether segments are left to commit."""
+    return bool(_segment_files(run, set_name))
 
 
 def reopen_failed(run: RunFolder, set_name: str, *, hook: Hook = _no_hook) -> int:
@@ -158,15 +155,13 @@ def reopen_failed(run: RunFolder, set_name: str, *, hook: Hook = _no_hook) -> in
     and takes over every other row. One atomic write: before it, nothing has changed.
     """
     segments = _segment_files(run, set_name)
-    files = [*segments, *committed_files(run, set_name)]
-    best = _best(_index(files, check=False).table)
-    failed = best.filter(pc.equal(best["rank"], _STATUSES.index("failed")))
-    if failed.num_rows and not segments:
+    index = read_index([*segments, *committed_files(run, set_name)], check=False)
+    failed = index.where(index.rank == STATUSES.index("failed"))
+    if len(failed.ids) and not segments:
         hook("reopen")
-        some = failed.slice(0, _ROWS_PER_GROUP)
-        (table,) = _gather(files, some, [(0, some.num_rows)])
+        (table,) = failed.bodies([(0, min(_ROWS_PER_GROUP, len(failed.ids)))])
         write_segment(run.segments / set_name, f"{_REOPENED}-000000", table)
-    return int(failed.num_rows)
+    return len(failed.ids)
 
 
 def is_reopened(run: RunFolder, set_name: str) -> bool:
@@ -177,7 +172,7 @@ def is_reopened(run: RunFolder, set_name: str) -> bool:
 def commit(
     run: RunFolder,
     set_name: str,
-    expected_ids: Collection[str],
+    expected_ids: pa.StringArray | Sequence[str],
     *,
     rows_per_part: int = ROWS_PER_PART,
     hook: Hook = _no_hook,
@@ -188,31 +183,30 @@ def commit(
     twice, ok is preferred to rejected and rejected to failed, then the lower attempt, then the
     earlier time. Raises `VerificationFailed` unless the rows are exactly those of `expected_ids`,
     `StorageFailed` where they cannot be written. May be killed at any moment and called again.
-    Memory: an index of all rows, bodies by the window.
+    Memory: an index of all rows, bodies by the window. Room on this machine's disk: all rows again.
     """
     _remove_torn(run, set_name)
     segments, committed = _segment_files(run, set_name), committed_files(run, set_name)
     with _scratch(run) as scratch:
-        index = _index([*segments, *committed], check=True, scratch=scratch)
-        best = _best(index.table)
-        _check_conservation(set_name, set(best["sample_id"].to_pylist()), expected_ids)
+        index = read_index([*segments, *committed], check=True, scratch=scratch)
+        _check_conservation(set_name, index.ids, pa.array(expected_ids, pa.string()))
         if committed and not segments:
             return
         hook("carry")
-        carried = _carry(run, set_name, index, best, len(segments))
+        carried = _carry(run, set_name, index.where(index.file >= len(segments)))
         if carried:
             segments += carried
-            index = _index(segments, check=True, scratch=scratch)
-            best = _best(index.table)
+            index = read_index(segments, check=True, scratch=scratch)
         _check_hold(run)
-        is_ok = pc.equal(best["rank"], _STATUSES.index("ok"))
-        for step, folder, chosen, at_least in (
+        index = index.in_runs(scratch)
+        is_ok = index.rank == STATUSES.index("ok")
+        for step, folder, rows, at_least in (
             # At least one part, so that a set of which nothing was ok can be read.
-            ("ok", run.responses / set_name, best.filter(is_ok), 1),
-            ("rejected", run.rejected_responses / set_name, best.filter(pc.invert(is_ok)), 0),
+            ("ok", run.responses / set_name, index.where(is_ok), 1),
+            ("rejected", run.rejected_responses / set_name, index.where(~is_ok), 0),
         ):
             hook(step)
-            _write_parts(folder, chosen, index.files, rows_per_part, hook, at_least=at_least)
+            _write_parts(folder, rows, rows_per_part, hook, at_least=at_least)
         _check_hold(run)
     _remove_segments(run, set_name, segments, hook)
 
@@ -223,123 +217,15 @@ def committed_files(run: RunFolder, set_name: str) -> list[Location]:
     return [path for folder in folders for path in listed(folder, "part-*.parquet")]
 
 
-@dataclass(frozen=True)
-class _Index:
-    """What is known of every row of some files without its body."""
-
-    table: pa.Table  # _INDEX_COLUMNS, rank, file, at (its place in there), row (in all), bytes
-    files: list[Location]  # where bodies are read: a store's segments lie in the scratch folder
-    reports: list[RowReport]  # by row, where they were asked for
-
-
-def _index(
-    files: Sequence[Location], *, check: bool, reports: bool = False, scratch: Path | None = None
-) -> _Index:
-    """Read the index of files; with `scratch`, keep copies of a store's segments there."""
-    columns = list(dict.fromkeys((*_INDEX_COLUMNS, *(REPORT_COLUMNS if reports else ()))))
-
-    def read(location: Location) -> tuple[pa.Table, float, list[RowReport]]:
-        table, size = _read(location, columns, check=check, scratch=scratch)
-        made = _reports(table) if reports else []
-        return table.select(_INDEX_COLUMNS), size, made
-
-    found = for_each(read, files)
-    tables = [one for one, _, _ in found]
-    table = pa.concat_tables(tables) if tables else RESPONSE_SCHEMA.empty_table()
-    rows = [one.num_rows for one in tables]
-    kind = pc.list_element(pc.split_pattern(table["status"], ":", max_splits=1), 0)
-    added = {
-        "rank": pc.index_in(kind, value_set=pa.array(_STATUSES)),
-        "file": np.repeat(np.arange(len(files), dtype=np.int32), rows),
-        "at": np.concatenate([np.arange(0, dtype=np.int32), *map(np.arange, rows)]),
-        "row": np.arange(table.num_rows),
-        "bytes": np.repeat([size for _, size, _ in found], rows).astype(np.float64),
-    }
-    if added["rank"].null_count:
-        odd = files[int(added["file"][pc.is_null(added["rank"]).index(True).as_py()])]
-        raise _damaged(odd, f"a status is none of {', '.join(_STATUSES)}")
-    table = table.select(_INDEX_COLUMNS)
-    for name, column in added.items():
-        table = table.append_column(name, column if name == "rank" else pa.array(column))
-    bodies: list[Location] = [
-        scratch / one.name if scratch and _is_remote_segment(one) else one for one in files
-    ]
-    return _Index(table, bodies, list(chain.from_iterable(made for _, _, made in found)))
-
-
-def _best(table: pa.Table) -> pa.Table:
-    """One row of an index for each sample id, in the order of the ids."""
-    if not table.num_rows:
-        return table
-    ordered = table.sort_by([(name, "ascending") for name in _PREFERENCE])
-    ids = ordered["sample_id"].combine_chunks()
-    first = np.ones(len(ids), bool)
-    first[1:] = pc.not_equal(ids[1:], ids[:-1]).to_numpy(zero_copy_only=False)
-    return ordered.filter(pa.array(first))
-
-
-def _read(
-    location: Location, columns: Sequence[str], *, check: bool, scratch: Path | None
-) -> tuple[pa.Table, float]:
-    """Columns of a segment or a committed part, and bytes of a row in memory.
-
-    The columns hold no handle and no other part of the file. A damaged file is an error, never
-    skipped.
-    """
-    try:
-        if location.suffix == ".parquet":
-            with pq.ParquetFile(readable(location)) as parquet:
-                _check_schema(location, parquet.schema_arrow)
-                table = parquet.read(columns=list(columns), use_threads=False)
-                groups = range(parquet.num_row_groups)
-                size = sum(parquet.metadata.row_group(at).total_byte_size for at in groups)
-        else:
-            table, size = _read_segment(location, columns, check=check, scratch=scratch)
-    except FileNotFoundError:
-        raise  # not damaged: somebody removed it between the listing and now
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged(location, str(error)) from error
-    return table, size / max(1, table.num_rows)
-
-
-def _read_segment(
-    location: Location, columns: Sequence[str], *, check: bool, scratch: Path | None
-) -> tuple[pa.Table, int]:
-    content = contents(location)
-    if check and _checksum(content) != location.stem.rpartition("-")[2]:
-        raise _damaged(location, "its content does not have the checksum in its name")
-    if scratch and _is_remote_segment(location):
-        (scratch / location.name).write_bytes(content)
-    with pa.ipc.open_file(content) as file:
-        _check_schema(location, file.schema)
-        table = file.read_all().select(columns)
-    return table.take(np.arange(table.num_rows)), content.size  # a copy: the rest can go
-
-
-def _reports(table: pa.Table) -> list[RowReport]:
-    ids = table["output_ids"].combine_chunks()
-    ends, values = ids.offsets.to_numpy(), ids.values.to_numpy()
-    return [
-        report_of({**row, "output_ids": array("i", values[start:end].tobytes())})
-        for row, start, end in zip(
-            table.drop_columns(["output_ids"]).to_pylist(), ends[:-1], ends[1:], strict=True
-        )
-    ]
-
-
-def _carry(
-    run: RunFolder, set_name: str, index: _Index, best: pa.Table, segments: int
-) -> list[Location]:
+def _carry(run: RunFolder, set_name: str, carried: RowIndex) -> list[Location]:
     """Put back into segments what only the committed files hold, before those are rewritten.
 
     So it is after an earlier commit, when more prompts came, and after a commit that was killed
     while it removed segments. A row that lies in both places equally is taken from the segment.
     """
-    carried = best.filter(pc.greater_equal(best["file"], segments))
-    cuts = _cuts(0, carried.num_rows)
     return [
         write_segment(run.segments / set_name, f"carried-{number:06d}", table)
-        for number, table in enumerate(_gather(index.files, carried, cuts))
+        for number, table in enumerate(carried.bodies(_cuts(0, len(carried.ids))))
     ]
 
 
@@ -347,65 +233,32 @@ def _cuts(start: int, stop: int) -> list[tuple[int, int]]:
     return [(at, min(at + _ROWS_PER_GROUP, stop)) for at in range(start, stop, _ROWS_PER_GROUP)]
 
 
-def _gather(
-    files: Sequence[Location], chosen: pa.Table, cuts: Sequence[tuple[int, int]]
-) -> Iterator[pa.Table]:
-    """The whole rows of an index, in its order: one table for each of the cuts, which are in order.
-
-    Bodies are read a window at a time, file after file, one open at once.
-    """
-    sizes = np.concatenate([[0.0], np.cumsum(chosen["bytes"].to_numpy())])
-    while cuts:
-        first = cuts[0][0]
-        count = sum(bool(sizes[stop] - sizes[first] <= _WINDOW_BYTES) for _, stop in cuts)
-        window, cuts = cuts[: max(1, count)], cuts[max(1, count) :]
-        rows = chosen.slice(first, window[-1][1] - first)
-        file, at = rows["file"].to_numpy(), rows["at"].to_numpy()
-        order = np.lexsort((at, file))
-        borders = np.flatnonzero(np.diff(file[order])) + 1
-        pieces = [_whole(files[file[here[0]]]).take(at[here]) for here in np.split(order, borders)]
-        table = pa.concat_tables(pieces).combine_chunks()
-        del pieces  # the window would be held twice
-        back = np.empty(len(order), np.int64)
-        back[order] = np.arange(len(order))
-        for start, stop in window:
-            yield table.take(back[start - first : stop - first])
-
-
-def _whole(location: Location) -> pa.Table:
-    """All of a file that the index has read, and checked, a moment ago."""
-    if location.suffix == ".parquet":
-        return pq.read_table(readable(location), partitioning=None, use_threads=False)
-    return pa.ipc.open_file(contents(location)).read_all()
-
-
 def _write_parts(
     folder: Location,
-    chosen: pa.Table,
-    files: Sequence[Location],
+    rows: RowIndex,
     rows_per_part: int,
     hook: Hook,
     *,
     at_least: int,
 ) -> None:
     """Write `part-00000.parquet`...; then remove parts beyond the last one."""
-    total = chosen.num_rows
+    total = len(rows.ids)
     starts = list(range(0, total, rows_per_part))
     cuts = [_cuts(start, min(start + rows_per_part, total)) for start in starts]
     cuts += [[]] * (at_least - len(cuts))
-    tables = _gather(files, chosen, list(chain.from_iterable(cuts)))
+    tables = rows.bodies(list(chain.from_iterable(cuts)))
     written = set()
     for number, groups in enumerate(cuts):
         hook("part")
         part = folder / f"part-{number:05d}.parquet"
-        _write_part(part, [next(tables) for _ in groups])
+        _write_part(part, islice(tables, len(groups)))
         written.add(part)
     for path in listed(folder, "part-*.parquet"):
         if path not in written:
             path.unlink()
 
 
-def _write_part(location: Location, tables: Sequence[pa.Table]) -> None:
+def _write_part(location: Location, tables: Iterable[pa.Table]) -> None:
     digest = None
     with atomic_file(location) as handle:
         with pq.ParquetWriter(
@@ -445,10 +298,6 @@ def _all_files(run: RunFolder, set_name: str) -> list[Location]:
     return [*_segment_files(run, set_name), *committed_files(run, set_name)]
 
 
-def _is_remote_segment(location: Location) -> bool:
-    return isinstance(location, RemotePath) and location.suffix == ".arrow"
-
-
 def _remove_torn(run: RunFolder, set_name: str) -> None:
     """Temp files of writers and commits that were killed. Only while nobody writes."""
     for folder in (
@@ -463,11 +312,8 @@ def _remove_torn(run: RunFolder, set_name: str) -> None:
 
 
 @contextmanager
-def _scratch(run: RunFolder) -> Iterator[Path | None]:
-    """A folder for a store's segments while they are brought into order; none for a disk's."""
-    if not isinstance(run.segments, RemotePath):
-        yield None
-        return
+def _scratch(run: RunFolder) -> Iterator[Path]:
+    """A folder for rows while they are brought into order."""
     with storage_faults(run.root):
         folder = Path(tempfile.mkdtemp(prefix=".commit-", dir=run.root))
         try:
@@ -489,31 +335,19 @@ def _remove_segments(
             folder.rmdir()
 
 
-def _check_conservation(set_name: str, seen: set[str], expected: Collection[str]) -> None:
+def _check_conservation(set_name: str, seen: pa.StringArray, expected: pa.StringArray) -> None:
     """Prompts in = ok + rejected + failed, id by id."""
-    missing = sorted(set(expected) - seen)
-    foreign = sorted(seen - set(expected))
-    if missing or foreign:
+    missing = expected.filter(pc.invert(pc.is_in(expected, value_set=seen)))
+    foreign = seen.filter(pc.invert(pc.is_in(seen, value_set=expected)))
+    if len(missing) or len(foreign):
         raise VerificationFailed(
-            f"set {set_name}: {len(missing)} prompts have no response {missing[:3]}, "
-            f"{len(foreign)} responses have no prompt {foreign[:3]}",
+            f"set {set_name}: {len(missing)} prompts have no response "
+            f"{sorted(missing.to_pylist())[:3]}, {len(foreign)} responses have no prompt "
+            f"{foreign.to_pylist()[:3]}",
             expected="exactly one response row for each prompt",
             change="run generate again for missing rows; where prompts changed, use another "
             "run_folder",
         )
-
-
-def _check_schema(location: Location, seen: pa.Schema) -> None:
-    if not seen.equals(RESPONSE_SCHEMA, check_metadata=True):
-        raise _damaged(location, "its schema is another one")
-
-
-def _damaged(location: Location, why: str) -> VerificationFailed:
-    return VerificationFailed(
-        f"{location} is damaged: {why}",
-        expected="the file as it was written; segments and parts never change",
-        change="restore it from a copy, or remove it: its rows are generated again",
-    )
 
 
 def _id_lists(lists: Sequence[Sequence[int]], kind: pa.DataType) -> pa.Array:
@@ -524,7 +358,3 @@ def _id_lists(lists: Sequence[Sequence[int]], kind: pa.DataType) -> pa.Array:
     ends = pa.array(accumulate(map(len, lists), initial=0), pa.int32())
     flat = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
     return pa.ListArray.from_arrays(ends, flat, type=kind)
-
-
-def _checksum(content: bytes | pa.Buffer) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

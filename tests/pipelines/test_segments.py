@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines import segments
+from pipelines import row_index
 from pipelines.errors import StorageFailed, VerificationFailed
 from pipelines.schema import RESPONSE_SCHEMA
 from pipelines.segments import (
@@ -233,7 +233,7 @@ def test_an_id_that_is_no_int32_is_refused():
 
 
 def test_a_commit_with_little_memory_makes_the_same_bytes(run, expected, monkeypatch):
-    monkeypatch.setattr(segments, "_WINDOW_BYTES", 1)
+    monkeypatch.setattr(row_index, "_WINDOW_BYTES", 1)
     write(run, ROWS)
     commit(run, "set", IDS, rows_per_part=4)
     assert fingerprint(run) == expected
