@@ -1,18 +1,13 @@
-"""Source rows: every fault has a name and a line, and nothing else is lost."""
+"""One checked form: every fault has a name and a line, and nothing else is lost."""
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.errors import BadRecipe
-from pipelines.sources.files import read_prompts
 from pipelines.sources.messages import parse_row
-from pipelines.sources.row import BadRow, SourceRow
-from pipelines.sources.tools import normalise_tools
+from pipelines.sources.row import BadRow, Format, Given, Refused, SourceRow
 
 ASK = {"role": "user", "content": "What do hawks eat?"}
 ANSWER = {"role": "assistant", "content": "Voles."}
@@ -23,8 +18,13 @@ def parse(messages, **more):
     return parse_row({"messages": messages, **more}, file="a.jsonl", line=7)
 
 
-def read(path):
-    return list(read_prompts(path))
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def calling(arguments):
+    call = {"function": {"name": "look_up", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 @pytest.mark.parametrize(
@@ -35,17 +35,27 @@ def read(path):
         ({"messages": []}, "bad_messages"),
         ({"messages": "hello"}, "bad_messages"),
         ({"messages": ["hello"]}, "bad_messages"),
-        ({"messages": [{"role": "human", "content": "hi"}]}, "unknown_role"),
+        ({"messages": [{"role": "critic", "content": "hi"}]}, "unknown_role"),
+        ({"messages": [{"role": ["user"], "content": "hi"}]}, "unknown_role"),
+        ({"messages": [ASK, ANSWER, {"role": "critic", "content": "no"}]}, "unknown_role"),
         ({"messages": [{"content": "hi"}]}, "unknown_role"),
         ({"messages": [{"role": "user"}]}, "empty_content"),
         ({"messages": [{"role": "user", "content": " \n"}]}, "empty_content"),
         ({"messages": [{"role": "user", "content": None}]}, "empty_content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "unsupported_content"),
         ({"messages": [{"role": "user", "content": 3}]}, "unsupported_content"),
+        ({"messages": [ASK, ANSWER, user(" ")]}, "empty_content"),
+        ({"messages": [{"role": "assistant", "content": {}}, ASK]}, "unsupported_content"),
+        ({"messages": [ASK, {**ANSWER, "reasoning_content": 3}, ASK]}, "unsupported_content"),
         ({"messages": [{"role": "system", "content": "Be kind."}]}, "no_question"),
+        ({"messages": [ASK, {"role": "system", "content": "Be kind."}, ANSWER]}, "no_question"),
         ({"messages": [ANSWER]}, "no_question"),
         ({"messages": [{"role": "user", "content": "a\0b"}]}, "nul_character"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "lone_surrogate"),
+        ({"messages": [ASK, {"role": "tool", "content": "", "name": "\0"}]}, "nul_character"),
+        ({"messages": [ASK, calling('{"a": "\\u0000"}'), ASK]}, "nul_character"),
+        ({"messages": [ASK, calling({"a": "\ud83d"}), ASK]}, "lone_surrogate"),
+        ({"messages": [ASK, calling('{"a": 1e999}'), ASK]}, "bad_field"),
         ({"messages": [ASK], "source": "\ud83d"}, "lone_surrogate"),
         ({"messages": [ASK], "source": 3}, "bad_field"),
         ({"messages": [ASK], "tools": [{"name": "a", "x": float("inf")}]}, "bad_field"),
@@ -53,6 +63,20 @@ def read(path):
         ({"messages": [ASK], "tools": [{"name": "a"}, {"name": "a"}]}, "bad_tools"),
         ({"messages": [{**ASK, "tool_calls": [CALL]}]}, "bad_tool_call"),
         ({"messages": [ASK, {**ANSWER, "tool_calls": [{}]}, ASK]}, "bad_tool_call"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": "f()"}, ASK]}, "bad_tool_call"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": ["f()"]}, ASK]}, "bad_tool_call"),
+        ({"messages": [ASK, {**ANSWER, "tool_calls": [{**CALL, "id": 0}]}, ASK]}, "bad_tool_call"),
+        (
+            {"messages": [ASK, {**ANSWER, "tool_calls": [{**CALL, "type": "custom"}]}, ASK]},
+            "bad_tool_call",
+        ),
+        (
+            {"messages": [ASK, {**ANSWER, "tool_calls": [{**CALL, "id": "x"}] * 2}, ASK]},
+            "bad_tool_call",
+        ),
+        ({"messages": [ASK, {"role": "tool", "content": "a", "name": 3}]}, "bad_field"),
+        ({"messages": [ASK, {"role": "tool", "content": "a"}]}, "orphan_tool_result"),
+        ({"messages": [ASK, calling("{}"), ASK]}, "unanswered_tool_call"),
     ],
 )
 def test_every_fault_of_a_row_is_named(row, reason):
@@ -62,10 +86,9 @@ def test_every_fault_of_a_row_is_named(row, reason):
     assert bad.detail
 
 
-@pytest.mark.parametrize("arguments", ["not json", "[1]", "3", [1], None])
+@pytest.mark.parametrize("arguments", ["not json", "[1]", "3", [1], 0, '{"a": 1, "a": 2}', '"{}"'])
 def test_tool_call_arguments_have_to_be_an_object(arguments):
-    call = {"function": {"name": "look_up", "arguments": arguments}}
-    bad = parse([ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, ASK])
+    bad = parse([ASK, calling(arguments), {"role": "tool", "content": "voles"}])
     assert isinstance(bad, BadRow)
     assert bad.reason == "bad_tool_call"
 
@@ -78,20 +101,92 @@ def test_the_sets_own_answer_is_dropped_and_earlier_ones_stay():
 
 def test_arguments_in_a_string_and_in_an_object_are_the_same_call():
     def row(arguments):
-        call = {"function": {"name": "look_up", "arguments": arguments}}
-        tool = {"role": "tool", "content": "voles", "name": "look_up"}
-        return parse([ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, tool])
+        return parse([ASK, calling(arguments), {"role": "tool", "content": "voles"}])
 
     assert row('{"bird": "hawk"}') == row({"bird": "hawk"})
-    assert row({"bird": "hawk"}).messages[1]["tool_calls"][0]["function"]["arguments"] == {
-        "bird": "hawk"
-    }
+    assert row({"bird": "hawk"}).messages[1]["tool_calls"] == [
+        {
+            "id": "call_0",
+            "type": "function",
+            "function": {"name": "look_up", "arguments": {"bird": "hawk"}},
+        }
+    ]
+
+
+def test_the_dropped_answer_is_not_checked_and_only_measured():
+    row = parse(
+        [
+            ASK,
+            {"role": "gpt", "content": "\ud83d Voles.\0", "reasoning_content": "Prey."},
+            {
+                "role": "assistant",
+                "content": [{"type": "image"}, {"type": "text", "text": "Hares."}],
+            },
+            {"role": "assistant", "content": 3, "tool_calls": "f()", "function_call": {}},
+        ]
+    )
+    assert (list(row.messages), row.repairs) == ([ASK], ("role_renamed",))
+    assert row.answer == "Prey.\n? Voles.\0\nHares."
+    row.answer.encode()
+    assert parse([ASK]).answer == ""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        '<div class="markdown prose w-full break-words light"><p>Voles.</p></div>',
+        "<p>Hawks eat voles.</p>\n<ul>\n<li>and hares</li>\n</ul>\n",
+        "\n<p>Voles.</p>",
+    ],
+)
+def test_an_answer_that_is_a_saved_page_is_refused_and_a_users_html_is_not(page):
+    bad = parse([ASK, {"role": "assistant", "content": page}, ASK])
+    assert bad.reason == "page_markup"
+    assert list(parse([user(page)]).messages) == [user(page)]
+    assert isinstance(parse([ASK, {"role": "assistant", "content": page}]), SourceRow)
+    for words in (f"Write this:\n{page}", f"```html\n{page}\n```", "<p> opens a paragraph."):
+        assert isinstance(parse([ASK, {"role": "assistant", "content": words}, ASK]), SourceRow)
+
+
+def test_what_is_dropped_may_hold_anything():
+    row = parse([{**ASK, "seen_at": object(), "note": "\0"}])
+    assert (list(row.messages), row.repairs) == ([ASK], ("unknown_keys_dropped",))
+
+
+def test_texts_stay_as_they_are():
+    text = " \r\n\tA\u0301 <p>é🦅\u200b\x07 \r\n"
+    row = parse([user(text)])
+    assert (row.messages[0]["content"], row.repairs) == (text, ())
+
+
+def test_a_row_keeps_what_its_set_declared():
+    given = [{"name": "look_up", "parameters": {"type": "dict", "optional": 1}}]
+    as_text = json.dumps(given)
+    row = parse([ASK], tools=as_text)
+    assert row.tools_given == as_text
+    assert row.tools == parse([ASK], tools=given).tools
+    assert row.tools[0]["function"]["parameters"]["type"] == "object"
+    assert parse([ASK]).tools_given is None
+
+
+def test_a_row_is_read_by_its_format():
+    def read(row):
+        if "q" not in row:
+            raise Refused("wrong_format", "no q")
+        return Given([{"role": "human", "content": row["q"]}], row.get("functions"))
+
+    reader = Format("alpaca", lambda row: "q" in row, read)
+    row = parse_row({"q": "hi", "functions": [{"name": "f"}]}, reader, file="a", line=3)
+    assert (row.format, row.messages, row.line) == ("alpaca", (user("hi"),), 3)
+    assert row.tools_given == [{"name": "f"}]
+    assert parse_row({}, reader, file="a", line=3) == BadRow("a", 3, "wrong_format", "no q")
 
 
 def test_a_row_without_license_says_so():
     assert parse([ASK]).license == "unstated"
     assert parse([ASK]).source == "a.jsonl #7"
     assert parse([ASK], license="MIT", source="x #1").license == "MIT"
+    assert parse([ASK], license=None).license == "unstated"
 
 
 def test_identity_ignores_the_order_of_keys_and_nothing_else():
@@ -109,152 +204,6 @@ def test_a_deeply_nested_row_is_refused_not_a_crash():
     assert parse([ASK], tools=nested).reason == "bad_field"
 
 
-def test_jsonl_faults_carry_file_and_line_and_blank_lines_are_not_rows(tmp_path):
-    path = tmp_path / "set.jsonl"
-    good = json.dumps({"messages": [ASK]}).encode()
-    path.write_bytes(
-        b"\xef\xbb\xbf" + good + b"\n"
-        b"\n"
-        b"{not json}\n"
-        b"   \r\n" + good.replace(b"hawks", b"\xff\xfe") + b"\n"
-        b'{"messages": 1, "messages": 2}\n'
-        b'{"messages": NaN}\n' + b"[" * 100_000 + b"\n" + good  # no newline at the end
-    )
-    rows = read(path)
-    assert [type(row) for row in rows] == [SourceRow, *[BadRow] * 5, SourceRow]
-    assert [row.line for row in rows] == [1, 3, 5, 6, 7, 8, 9]
-    assert [row.reason for row in rows[1:6]] == [
-        "malformed_json",
-        "invalid_utf8",
-        "malformed_json",
-        "malformed_json",
-        "malformed_json",
-    ]
-    assert {row.file for row in rows} == {"set.jsonl"}
-    assert "'messages' is there twice" in rows[3].detail
-
-
-def test_parquet_gives_the_same_rows_nested_or_as_json(tmp_path):
-    tools = [{"name": "look_up", "parameters": {"type": "dict", "properties": {}}}]
-    rows = [{"messages": [ASK, ANSWER], "tools": None}, {"messages": [ASK], "tools": tools}]
-    as_json = [
-        {
-            "messages": json.dumps(row["messages"]),
-            "tools": None if row["tools"] is None else json.dumps(row["tools"]),
-        }
-        for row in rows
-    ]
-    lines = "\n".join(json.dumps({k: v for k, v in row.items() if v}) for row in rows)
-    (tmp_path / "a.jsonl").write_text(lines)
-    expected = [(row.messages, row.tools) for row in read(tmp_path / "a.jsonl")]
-    nested = [{**rows[0]}, {**rows[1], "tools": [{"name": "look_up", "description": None}]}]
-    for name, content in (("json", as_json), ("nested", nested)):
-        path = tmp_path / f"{name}.parquet"
-        pq.write_table(pa.Table.from_pylist(content), path)
-        found = read(path)
-        assert [(row.messages, row.tools) for row in found] == [
-            expected[0],
-            (expected[1][0], normalise_tools([{"name": "look_up"}])),
-        ]
-        assert [row.line for row in found] == [1, 2]
-
-
-def test_parquet_structs_do_not_gain_keys(tmp_path):
-    path = tmp_path / "a.parquet"
-    call = {"function": {"name": "look_up", "arguments": "{}"}}
-    messages = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, ASK]
-    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), path)
-    (row,) = read(path)
-    assert set(row.messages[0]) == {"role", "content"}
-
-
-def test_a_parquet_cell_that_is_not_utf8_is_named(tmp_path):
-    path = tmp_path / "a.parquet"
-    raw = pa.array([b"\xff\xfe", json.dumps([ASK]).encode()]).view(pa.string())
-    pq.write_table(pa.table({"messages": raw}), path)
-    bad, good = read(path)
-    assert (bad.reason, bad.line) == ("invalid_utf8", 1)
-    assert isinstance(good, SourceRow)
-
-
-@pytest.mark.parametrize("name", ["missing.jsonl", "missing.parquet", "set.csv"])
-def test_a_file_that_cannot_be_read_is_a_bad_recipe(tmp_path, name):
-    with pytest.raises(BadRecipe, match=name):
-        read(tmp_path / name)
-
-
-def test_a_parquet_file_without_messages_names_its_columns(tmp_path):
-    pq.write_table(pa.table({"prompt": ["hi"]}), tmp_path / "a.parquet")
-    with pytest.raises(BadRecipe, match="has the columns prompt"):
-        read(tmp_path / "a.parquet")
-    (tmp_path / "b.parquet").write_bytes(b"PAR1 but no")
-    with pytest.raises(BadRecipe, match=r"b\.parquet cannot be read"):
-        read(tmp_path / "b.parquet")
-
-
-def test_schemas_in_a_programming_languages_words_become_json_schema():
-    given = {
-        "name": "area.of",
-        "parameters": {
-            "type": "dict",
-            "properties": {
-                "side": {"type": "float", "description": "one side", "default": 1.0},
-                "corner": {"type": "tuple", "items": {"type": "float"}},
-                "type": {"type": ["String", "null"]},
-                "extra": {"type": "any"},
-                "where": {"type": "HashMap", "properties": {"n": {"type": "long"}}},
-            },
-            "required": ["side"],
-        },
-    }
-    before = json.dumps(given)
-    (tool,) = normalise_tools([given])
-    assert json.dumps(given) == before
-    assert tool["type"] == "function"
-    assert tool["function"] == {
-        "name": "area.of",
-        "description": "",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "side": {"type": "number", "description": "one side", "default": 1.0},
-                "corner": {"type": "array", "items": {"type": "number"}},
-                "type": {"type": ["string", "null"]},
-                "extra": {},
-                "where": {
-                    "type": "object",
-                    "properties": {"n": {"type": "integer"}},
-                    "required": [],
-                },
-            },
-            "required": ["side"],
-        },
-    }
-    assert normalise_tools([tool]) == (tool,)
-
-
-def test_a_tool_without_parameters_takes_none():
-    (tool,) = normalise_tools([{"type": "function", "function": {"name": "now"}}])
-    assert tool["function"]["parameters"] == {"type": "object", "properties": {}, "required": []}
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"type": "matrix"},
-        {"type": "string"},
-        {"type": "object", "properties": []},
-        {"type": "object", "properties": {"a": {"type": 3}}},
-        {"type": "object", "properties": {"a": "string"}},
-        {"type": "object", "required": True},
-        {"type": "object", "properties": {"a": {}}, "required": ["b"]},
-    ],
-)
-def test_a_schema_without_a_certain_reading_is_refused(parameters):
-    with pytest.raises(ValueError, match="'f'"):
-        normalise_tools([{"name": "f", "parameters": parameters}])
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
@@ -269,12 +218,148 @@ JSON = st.recursive(
 )
 
 
-@given(JSON)
-def test_any_value_is_a_row_or_a_named_refusal(value):
+def messages_anywhere():
+    """A conversation of every kind of message, with any value in any place."""
+    call = st.fixed_dictionaries(
+        {},
+        optional={
+            "id": st.sampled_from(["x", "y", ""]) | JSON,
+            "type": st.just("function") | JSON,
+            "function": st.fixed_dictionaries(
+                {"name": st.sampled_from(["f", "g"])},
+                optional={"arguments": st.sampled_from(["", "{}", '{"a": 1}']) | JSON},
+            )
+            | JSON,
+        },
+    )
+    part = st.fixed_dictionaries({"type": st.sampled_from(["text", "image"]), "text": JSON})
+    text = st.sampled_from(["hi", " ", "\ufeffhi", "<p>hi</p>", "a\r\n", "\ud83d", "a\0"])
+    message = st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "tool", "gpt", "User"]) | JSON},
+        optional={
+            "content": text | text | st.lists(part, max_size=2) | JSON,
+            "tool_calls": st.lists(call, max_size=2) | JSON,
+            "function_call": JSON,
+            "tool_call_id": st.sampled_from(["x", "y", "call_0"]) | JSON,
+            "name": st.sampled_from(["f", "g"]) | JSON,
+            "reasoning_content": text | JSON,
+            "thinking": text,
+            "weight": JSON,
+        },
+    )
+    return st.lists(message | JSON, max_size=6)
+
+
+def mostly_right():
+    """Conversations that mostly pass: questions, answers, calls with their results."""
+    words = st.sampled_from(["hi", "\ufeffhi", "", "a\n"])
+    ask = st.builds(
+        lambda text, role: [{"role": role, "content": text}],
+        words,
+        st.sampled_from(["user", "human"]),
+    )
+    answer = st.builds(
+        lambda text, why: [{"role": "assistant", "content": text, "reasoning": why}], words, words
+    )
+    ids = st.sampled_from([("x", "y"), (None, None), ("x", None)])
+
+    def called(given, results, names):
+        one, two = ({"function": {"name": name, "arguments": "{}"}} for name in "fg")
+        both = [{**one, "id": given[0]}, {**two, "id": given[1]}]
+        answers = [
+            {"role": "tool", "content": "ok", "tool_call_id": one, "name": name if names else None}
+            for one, name in zip(results, "fg", strict=True)
+        ]
+        return [{"role": "assistant", "tool_calls": both}, *answers]
+
+    tools = st.builds(called, ids, ids, st.booleans())
+    system = st.just([{"role": "system", "content": "Be brief."}])
+    return st.lists(st.one_of(ask, ask, answer, tools, system), max_size=6).map(
+        lambda some: [one for group in some for one in group]
+    )
+
+
+def check(row):
+    """What every row promises to the template and to those after it."""
+    json.dumps([row.messages, row.tools, row.tools_given, row.source]).encode()
+    stored = json.dumps([row.messages, row.tools, row.tools_given], ensure_ascii=False)
+    assert json.loads(stored.encode())[0] == list(row.messages)
+    roles = [one["role"] for one in row.messages]
+    assert set(roles) <= {"system", "user", "assistant", "tool"}
+    assert "user" in roles
+    assert roles[-1] in ("user", "tool")
+    first = roles.index("user")
+    assert set(roles[:first]) <= {"system"}
+    waiting = {}
+    for before, one in zip([None, *row.messages], row.messages, strict=False):
+        assert set(one) <= {
+            "role",
+            "content",
+            "reasoning_content",
+            "tool_calls",
+            "tool_call_id",
+            "name",
+        }
+        assert isinstance(one["content"], str)
+        assert "\0" not in json.dumps(one, ensure_ascii=False)
+        assert not one["content"].startswith("\ufeff")
+        if before and before["role"] == one["role"]:
+            assert one["role"] == "tool" or (one["role"] == "user" and "assistant" not in roles)
+        if one["role"] == "tool":
+            name = waiting.pop(one["tool_call_id"])
+            assert one.get("name", name) == name
+            continue
+        assert not waiting
+        assert one["content"].strip() or one.get("tool_calls")
+        for call in one.get("tool_calls", ()):
+            assert one["role"] == "assistant"
+            assert isinstance(call["function"]["arguments"], dict)
+            assert call["id"] not in waiting
+            waiting[call["id"]] = call["function"]["name"]
+    assert not waiting
+    assert len(set(row.repairs)) == len(row.repairs)
+    assert len(row.content_sha256) == 64
+
+
+def checked(value):
     row = parse_row(value, file="a.jsonl", line=1)
-    if isinstance(row, SourceRow):
-        assert row.messages[-1]["role"] in ("user", "tool")
-        assert len(row.content_sha256) == 64
-    else:
+    if isinstance(row, BadRow):
         assert row.reason
         assert row.detail
+        return None
+    check(row)
+    again = {"messages": list(row.messages), "tools": list(row.tools)}
+    twice = parse_row(again, file="a.jsonl", line=1)
+    assert (twice.messages, twice.tools, twice.repairs) == (row.messages, row.tools, ())
+    return row
+
+
+@given(JSON)
+def test_any_value_is_a_row_or_a_named_refusal(value):
+    checked(value)
+
+
+@settings(max_examples=300)
+@given(messages_anywhere(), JSON, st.none() | JSON)
+def test_any_value_in_any_place_of_a_message_is_a_row_or_a_named_refusal(messages, tools, source):
+    checked({"messages": messages, "source": source})
+    checked({"messages": [ASK, *messages, ASK], "tools": tools})
+
+
+@settings(max_examples=300)
+@given(mostly_right())
+def test_a_row_keeps_its_promises_and_parses_to_itself(messages):
+    checked({"messages": [*messages, ASK]})
+
+
+def test_most_of_what_is_mostly_right_is_a_row():
+    """The property above has to see rows, not only refusals."""
+    seen = []
+
+    @settings(max_examples=200, database=None)
+    @given(mostly_right())
+    def look(messages):
+        seen.append(checked({"messages": [*messages, ASK]}) is not None)
+
+    look()
+    assert sum(seen) > len(seen) / 4
