@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.sources.calls import calls_in, calls_of, double_quoted
@@ -31,18 +31,21 @@ def refused(text):
     return refusal.value.reason
 
 
+@settings(deadline=None)
 @given(ARGUMENTS)
 def test_arguments_in_json_come_back_as_they_were(arguments):
     text = json.dumps({"name": "f", "arguments": arguments})
     assert only_call(text) == {"name": "f", "arguments": arguments}
 
 
+@settings(deadline=None)
 @given(ARGUMENTS)
 def test_arguments_in_single_quotes_come_back_with_every_apostrophe(arguments):
     text = '{"name": "f", "arguments": \'' + json.dumps(arguments, ensure_ascii=False) + "'}"
     assert only_call(text) == {"name": "f", "arguments": arguments}
 
 
+@settings(deadline=None)
 @given(ARGUMENTS)
 def test_a_call_in_pythons_quotes_comes_back_or_is_refused(arguments):
     text = repr({"name": "f", "arguments": arguments})
@@ -107,6 +110,7 @@ def test_a_list_is_parallel_calls_in_order():
     assert [call["function"] for call in calls_of(calls)] == calls
 
 
+@settings(deadline=None)
 @given(VALUES)
 def test_json_stays_as_it_is(value):
     text = json.dumps(value, ensure_ascii=False)

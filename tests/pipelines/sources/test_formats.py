@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.errors import BadRecipe
@@ -125,6 +125,7 @@ def test_reading_changes_no_row(name):
         assert json.dumps(row) == before
 
 
+@settings(deadline=None)
 @given(ROWS)
 def test_any_row_is_read_or_refused_by_every_format(row):
     for name in FORMAT_NAMES:

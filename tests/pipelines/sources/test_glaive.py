@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.sources.glaive import read
@@ -29,6 +29,7 @@ def reason(row):
     return refused.value.reason
 
 
+@settings(deadline=None)
 @given(
     st.lists(TURN, min_size=1), st.sampled_from(["\n\n\n", "\r\n\r\n", "\n \n", " <|endoftext|>\n"])
 )

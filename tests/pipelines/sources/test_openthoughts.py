@@ -1,7 +1,7 @@
 """Marked thoughts: apart where the markers frame the whole answer, text everywhere else."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.sources.openthoughts import read, recognises
@@ -29,6 +29,7 @@ def test_a_framed_answer_becomes_reasoning_and_content():
     }
 
 
+@settings(deadline=None)
 @given(PLAIN, PLAIN)
 def test_whatever_is_thought_and_solved_comes_back(thought, solution):
     found = answer(framed(thought, solution))

@@ -1,7 +1,7 @@
 """Thoughts in answers: apart where they are certain, text where they are not."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.sources.thinking import think_apart
@@ -56,6 +56,7 @@ def test_anything_else_stays_as_it_is(message):
     assert think_apart(message) == message
 
 
+@settings(deadline=None)
 @given(TEXT, TEXT)
 def test_no_letter_is_lost(thought, said):
     content = f"<think>{thought}</think>{said}"
