@@ -109,7 +109,39 @@ def _stage_command(stage: str, text: str) -> None:
     app.command(name=stage)(command)
 
 
-_stage_command("prepare", "Read the sources, render the chat template, tokenise once.")
+@app.command()
+def prepare(
+    recipe: RecipePath,
+    overrides: Overrides = [],  # noqa: B006 - typer reads it, nobody changes it
+    again: Again = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only look: what the prompts will be, and cost.")
+    ] = False,
+    tokens_per_second: Annotated[
+        float, typer.Option(min=1e-3, help="With --plan: what all your servers generate together.")
+    ] = 1000.0,
+    answer_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --plan: the mean length of an answer, if you know it."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Read the sources, render the chat template, tokenise once."""
+    if not plan:
+        _run(recipe, overrides, ("prepare",), STAGES if again else (), as_json=as_json)
+        return
+    from pipelines.prepare_plan import plan as look
+    from pipelines.prepare_plan import render
+    from pipelines.recipe import load_recipe
+
+    found = look(
+        load_recipe(recipe, overrides),
+        tokens_per_second=tokens_per_second,
+        answer_tokens=answer_tokens,
+    )
+    _show(found.to_json(), lambda console: render(found, console), as_json=as_json)
+
+
 _stage_command("capture", "Run the answers through the target once more; keep hidden states.")
 _stage_command("train", "Train the draft.")
 _stage_command("export", "Write the draft as SGLang loads it, and prove that it loads.")
@@ -157,6 +189,27 @@ def verify(folder: RunPath, as_json: Json = False) -> None:
     _show(report.to_json(), lambda console: render(report, console), as_json=as_json)
     if not report.is_sound:
         raise typer.Exit(5)
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="The planned run, as a YAML file.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006 - typer reads it, nobody changes it
+    as_json: Json = False,
+) -> None:
+    """Is this machine or cluster ready for a run, and what to change if not. Exit 3: not ready."""
+    from pipelines.doctor import doctor as examine
+    from pipelines.doctor import render
+    from pipelines.recipe import load_recipe
+
+    planned = None if recipe is None else load_recipe(recipe, overrides)
+    with contextlib.redirect_stdout(sys.stderr):
+        report = examine(planned)
+    _show(report.to_json(), lambda console: render(report, console), as_json=as_json)
+    if not report.is_ready:
+        raise typer.Exit(3)
 
 
 @app.command()

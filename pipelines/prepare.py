@@ -1,63 +1,69 @@
 """Stage prepare: source rows become prompts, checked, tokenised once, kept in a fixed order."""
 
-import hashlib
 import logging
 import os
 import shutil
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from pipelines.conversation import HistoryRule
 from pipelines.errors import BadRecipe, PreflightFailed
+from pipelines.prepare_worker import PromptMaker, SetRules, Task, Worked, start_worker, work
+from pipelines.prompt_choice import Chooser, HeldOut, place_of
+from pipelines.prompt_files import PromptFiles, PromptProfile
 from pipelines.recipe import PromptSet, Recipe
-from pipelines.schema import PROMPT_SCHEMA, REJECTED_PROMPT_SCHEMA
-from pipelines.sources.files import read_prompts
-from pipelines.sources.row import BadRow, SourceRow, dump_json
-from pipelines.store import RunFolder, write_parquet
-from pipelines.telemetry import EventLog
+from pipelines.selection.contamination import EvaluationPassages
+from pipelines.selection.draw import Draw, quotas
+from pipelines.sources.files import SourceFile, columns_of, find_files, read_chunks
+from pipelines.sources.formats import recognise
+from pipelines.sources.row import CHOICES, BadRow, FormatName
+from pipelines.store import RunFolder
+from pipelines.telemetry import EventLog, Progress
 from pipelines.template import (
     ChatTemplate,
-    NotRendered,
-    Rendered,
     check_profile,
     load_tokenizer,
     read_target_config,
     text_config,
 )
-from pipelines.turns import Turns, asked, check_history_reasoning, history_rule, render_turns
+from pipelines.turns import check_history_reasoning
 
 logger = logging.getLogger(__name__)
 
-_BATCH_ROWS = 256  # rendered and tokenised together
-_ROWS_PER_PART = 8192
-_ID_DIGITS = 12
-_HEX = "0123456789abcdef"
-_DETAIL_CHARACTERS = 400
+_CHUNK_BYTES = 512 << 10
+# A chunk is told what the draw had decided so many chunks before it: a constant, so that what is
+# named `not_drawn` does not depend on how many processes there are.
+_DRAW_LAG = 64
+_POOL_BYTES = 16 << 20  # of sources: fewer are worked through sooner than a pool has started
+_IN_FLIGHT = 4  # chunks for each process of the pool
+
+_WorkThrough = Callable[[Iterable[Task]], Iterator[Worked]]
 
 
 def prepare(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
     """Write `prompts/<set>/part-*.parquet`, ordered by sample id, and return the counts.
 
     All sets or none: they are built beside and renamed at the end. Prompts that cannot be used stop
-    the run or are kept in `prompts/_rejected/<set>.parquet`, as `on_bad_prompt` says. An evaluation
-    prompt that equals a training prompt always stops it. Raises `BadRecipe`, `PreflightFailed`.
+    the run or are kept in `prompts/_rejected/<set>.parquet`, as `on_bad_prompt` says; what the
+    recipe's selection leaves out is kept there in any case. An evaluation prompt that equals a
+    training prompt stops the run. Raises `BadRecipe`, `PreflightFailed`.
     """
-    config = read_target_config(Path(recipe.target.path))
-    tokenizer = load_tokenizer(recipe.target)
-    check_profile(tokenizer, recipe.target.profile, config)
-    _check_context(recipe, text_config(config)["max_position_embeddings"])
-
+    template = checked_template(recipe)
+    sources = {one.name: Source.of(one) for one in _all_sets(recipe)}
     building = run.root / f".prompts.{os.getpid()}"
     _remove_leftovers(run)
     try:
-        sets = _build(recipe, ChatTemplate(tokenizer, recipe.target.profile), building)
+        building.mkdir()
+        sets = _prepare_sets(recipe, template, sources, building)
         _put_in_place(building, run)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -79,276 +85,250 @@ def prepare(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
     }
 
 
-@dataclass
-class _Tally:
-    """What happened to one set's rows: rows = prompts + rejected."""
-
-    rows: int = 0
-    turns: int = 0  # answers that the prompts want
-    cut_at_tool_turn: int = 0  # prompts whose conversation ends before a tool's result
-    lengths: array = field(default_factory=lambda: array("l"))
-    rejected: list[dict[str, Any]] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)
-
-    def counts(self) -> dict[str, Any]:
-        lengths = sorted(self.lengths)
-        assert self.rows == len(lengths) + len(self.rejected)
-        return {
-            "rows": self.rows,
-            "prompts": len(lengths),
-            "turns": self.turns,
-            "cut_at_tool_turn": self.cut_at_tool_turn,
-            "rejected": dict(sorted(self.reasons.items())),
-            "prompt_tokens": sum(lengths),  # up to turn 1, as are the next
-            "tokens_p50": lengths[len(lengths) // 2],
-            "tokens_p90": lengths[len(lengths) * 9 // 10],
-            "tokens_max": lengths[-1],
-        }
-
-
-def _build(recipe: Recipe, template: ChatTemplate, folder: Path) -> dict[str, dict[str, Any]]:
-    check_history_reasoning(template, recipe.target.profile)
-    every = recipe.prompts.turns == "every"
-    rule = history_rule(template, recipe.target.profile) if every else None
-    trained_on: dict[bytes, tuple[str, int]] = {}
-    counts = {}
-    for one in recipe.prompts.train:
-        work = _SetWork(recipe, template, one, folder, rule)
-        for row in work.run():
-            for said in _said_by_turn(row) if every else [_said(row)]:
-                trained_on.setdefault(said, (one.path, row.line))
-        counts[one.name] = work.finish()
-    for one in recipe.prompts.evaluation:
-        work = _SetWork(recipe, template, one, folder, None)
-        for row in work.run():
-            # Training conversations hold no answers of their set, so those cannot tell two apart.
-            if (said := _said(asked(row)[0] if every else row)) in trained_on:
-                path, line = trained_on[said]
-                raise BadRecipe(
-                    f"the evaluation prompt {one.path}:{row.line} is also a training prompt, "
-                    f"{path}:{line}",
-                    expected="evaluation prompts that the draft never saw",
-                    change="remove one of the two lines",
-                )
-        counts[one.name] = work.finish()
-    return counts
-
-
-class _SetWork:
-    """One set on its way from its source to its parts. Holds a sixteenth of it in memory, at most.
-
-    Rows are spilled by the first hex digit of their id, so that each pile can be sorted alone.
-    With a `rule`, every user message of a conversation becomes a turn; without, the last one is
-    asked.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        template: ChatTemplate,
-        one: PromptSet,
-        building: Path,
-        rule: HistoryRule | None,
-    ) -> None:
-        self._prompts, self._template, self._set = recipe.prompts, template, one
-        self._rule = rule
-        self._parts = building / one.name
-        self._rejected = building / "_rejected" / f"{one.name}.parquet"
-        self._spill = building / f".spill-{one.name}"
-        self._writers: dict[str, pa.RecordBatchFileWriter] = {}
-        self._seen: dict[str, tuple[str, int]] = {}  # id -> whole hash, line
-        self._tally = _Tally()
-
-    def run(self) -> Iterator[SourceRow]:
-        """Work through the source; yield each row that became a prompt."""
-        self._spill.mkdir(parents=True)
-        rows = read_prompts(Path(self._set.path))
-        while batch := list(islice(rows, _BATCH_ROWS)):
-            self._tally.rows += len(batch)
-            yield from self._work(batch)
-        if not self._tally.rows:
-            raise self._empty("no rows")
-        if not self._tally.lengths:
-            reason, count = self._tally.reasons.most_common(1)[0]
-            raise self._empty(f"no usable prompt; {count} of {self._tally.rows} rows: {reason}")
-
-    def finish(self) -> dict[str, Any]:
-        """Write the parts and the rejected rows; return the counts."""
-        for writer in self._writers.values():
-            writer.close()
-        for index, table in enumerate(_parts(self._piles())):
-            write_parquet(self._parts / f"part-{index:05d}.parquet", table)
-        shutil.rmtree(self._spill)
-        if self._tally.rejected:
-            self._tally.rejected.sort(key=lambda row: row["line"])
-            table = pa.Table.from_pylist(self._tally.rejected, REJECTED_PROMPT_SCHEMA)
-            write_parquet(self._rejected, table)
-        counts = self._tally.counts()
-        logger.info(
-            "prepared %s: %s prompts, %s rejected, %s tokens (median %s, most %s)",
-            self._set.name,
-            f"{counts['prompts']:,}",
-            f"{len(self._tally.rejected):,}",
-            f"{counts['prompt_tokens']:,}",
-            counts["tokens_p50"],
-            counts["tokens_max"],
-        )
-        return counts
-
-    def _work(self, batch: list[SourceRow | BadRow]) -> Iterator[SourceRow]:
-        new: list[SourceRow] = []
-        cut: set[int] = set()  # lines
-        for row in batch:
-            if isinstance(row, BadRow):
-                self._reject(row)
-                continue
-            wanted, at_tool = (row, False) if self._rule is None else asked(row)
-            if self._is_new(wanted):
-                new.append(wanted)
-                cut |= {row.line} if at_tool else set()
-        done: dict[str, list[dict[str, Any]]] = {}
-        for row, turns in zip(new, self._render(new), strict=True):
-            if isinstance(turns, NotRendered):
-                self._reject(BadRow(row.file, row.line, turns.reason, turns.detail))
-            elif self._fits(row, len(turns.prompt_ids)):
-                digest = row.content_sha256
-                done.setdefault(digest[0], []).append(self._record(row, turns, digest))
-                self._tally.lengths.append(len(turns.prompt_ids))
-                self._tally.turns += 1 + len(turns.continuations)
-                self._tally.cut_at_tool_turn += row.line in cut
-                yield row
-        for digit, records in done.items():
-            self._writer(digit).write_table(pa.Table.from_pylist(records, PROMPT_SCHEMA))
-
-    def _render(self, rows: list[SourceRow]) -> list[Turns | NotRendered]:
-        """Texts first, then all of them tokenised together; several turns have proofs of theirs."""
-        if self._rule is not None:
-            rule = self._rule
-            return [render_turns(self._template, rule, one.messages, one.tools) for one in rows]
-        texts = [self._template.render_text(one.messages, one.tools) for one in rows]
-        whole = iter(self._template.tokenise([one for one in texts if isinstance(one, str)]))
-        rendered = [next(whole) if isinstance(one, str) else one for one in texts]
-        return [
-            Turns(one.prompt_ids, [], []) if isinstance(one, Rendered) else one for one in rendered
-        ]
-
-    def _is_new(self, row: SourceRow) -> bool:
-        digest = row.content_sha256
-        first, line = self._seen.setdefault(digest[:_ID_DIGITS], (digest, row.line))
-        if line == row.line:
-            return True
-        same = first == digest
-        self._reject(
-            BadRow(
-                row.file,
-                row.line,
-                "duplicate" if same else "id_collision",
-                f"the same {'prompt' if same else 'id'} as line {line}",
-            )
-        )
-        return False
-
-    def _fits(self, row: SourceRow, tokens: int) -> bool:
-        prompts = self._prompts
-        # SGLang keeps one position of the context for itself.
-        if tokens + prompts.min_response_tokens + 1 <= prompts.context_tokens:
-            return True
-        detail = (
-            f"{tokens} tokens, a response of {prompts.min_response_tokens} and one more exceed "
-            f"context_tokens {prompts.context_tokens}"
-        )
-        self._reject(BadRow(row.file, row.line, "prompt_too_long", detail))
-        return False
-
-    def _record(self, row: SourceRow, turns: Turns, digest: str) -> dict[str, Any]:
-        return {
-            "sample_id": f"{self._set.name}-{digest[:_ID_DIGITS]}",
-            "dataset": self._set.name,
-            "domain": self._set.domain,
-            "messages": dump_json(row.messages),
-            "tools": dump_json(row.tools),
-            "tools_given": dump_json(row.tools_given),
-            "repairs": dump_json(row.repairs),
-            "format": row.format,
-            "prompt_ids": turns.prompt_ids,
-            "history": turns.history,
-            "continuations": turns.continuations,
-            "source": row.source,
-            "license": row.license,
-        }
-
-    def _reject(self, bad: BadRow) -> None:
-        detail = bad.detail[:_DETAIL_CHARACTERS]
-        if self._prompts.on_bad_prompt == "stop":
-            raise BadRecipe(
-                f"{self._set.path}:{bad.line} is not a usable prompt: {bad.reason}: {detail}",
-                expected="every row of a set to be usable, since on_bad_prompt is stop",
-                change="mend or remove the row, or set prompts.on_bad_prompt to reject",
-            )
-        self._tally.reasons[bad.reason] += 1
-        self._tally.rejected.append(
-            {
-                "file": bad.file,
-                "line": bad.line,
-                "dataset": self._set.name,
-                "status": f"rejected:{bad.reason}",
-                "detail": detail,
-            }
-        )
-
-    def _writer(self, digit: str) -> pa.RecordBatchFileWriter:
-        if digit not in self._writers:
-            path = str(self._spill / digit)
-            self._writers[digit] = pa.ipc.new_file(path, PROMPT_SCHEMA)
-        return self._writers[digit]
-
-    def _piles(self) -> Iterator[pa.Table]:
-        for digit in _HEX:
-            if digit in self._writers:
-                with pa.ipc.open_file(str(self._spill / digit)) as reader:
-                    yield reader.read_all().sort_by("sample_id")
-
-    def _empty(self, seen: str) -> BadRecipe:
-        return BadRecipe(
-            f"the prompt set {self._set.name} ({self._set.path}) has {seen}",
-            expected="at least one usable prompt in every set",
-            change="correct the file or its path in the recipe",
-        )
-
-
-def _parts(piles: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Cut a stream of tables into tables of `_ROWS_PER_PART` rows; only the last may be shorter."""
-    waiting = PROMPT_SCHEMA.empty_table()
-    for pile in piles:
-        waiting = pa.concat_tables([waiting, pile])
-        while waiting.num_rows >= _ROWS_PER_PART:
-            yield waiting.slice(0, _ROWS_PER_PART).combine_chunks()
-            waiting = waiting.slice(_ROWS_PER_PART)
-    if waiting.num_rows:
-        yield waiting.combine_chunks()
-
-
-def _said(row: SourceRow) -> bytes:
-    """What a prompt says, whatever its case, spacing and tools: two that say it are one."""
-    turns = [f"{one['role']}:{' '.join(one['content'].casefold().split())}" for one in row.messages]
-    return hashlib.sha256("\n".join(turns).encode()).digest()
-
-
-def _said_by_turn(row: SourceRow) -> Iterator[bytes]:
-    """What each turn of a conversation says, its own answers aside."""
-    for end, message in enumerate(row.messages, start=1):
-        if message["role"] == "user":
-            yield _said(replace(row, messages=row.messages[:end]))
-
-
-def _check_context(recipe: Recipe, longest: int) -> None:
-    wanted = recipe.prompts.context_tokens
+def checked_template(recipe: Recipe) -> ChatTemplate:
+    """The target's template and tokenizer, compared with its profile. Raises `PreflightFailed`."""
+    config = read_target_config(Path(recipe.target.path))
+    tokenizer = load_tokenizer(recipe.target)
+    check_profile(tokenizer, recipe.target.profile, config)
+    longest, wanted = text_config(config)["max_position_embeddings"], recipe.prompts.context_tokens
     if wanted > longest:
         raise PreflightFailed(
             f"prompts.context_tokens is {wanted}, the target reads {longest}",
             expected="no more than the target's max_position_embeddings",
             change=f"set prompts.context_tokens to {longest} or less",
         )
+    template = ChatTemplate(tokenizer, recipe.target.profile)
+    check_history_reasoning(template, recipe.target.profile)
+    return template
+
+
+@dataclass(frozen=True)
+class Source:
+    """A set's files, and the format of each."""
+
+    set: PromptSet
+    files: tuple[SourceFile, ...]
+    formats: Mapping[str, FormatName]  # by the file's name
+
+    @staticmethod
+    def of(one: PromptSet) -> "Source":
+        """Find them. A format that the recipe does not name is recognised, and named in the log."""
+        files = find_files(one.path)
+        if one.format is not None:
+            return Source(one, files, {file.name: one.format for file in files})
+        formats = {file.name: _recognised(file) for file in files}
+        seen = Counter(formats.values())
+        told = ", ".join(f"{count} of format {name}" for name, count in seen.items())
+        logger.info("%s: %d file(s), %s", one.name, len(files), told)
+        return Source(one, files, formats)
+
+
+def _recognised(file: SourceFile) -> FormatName:
+    head = columns_of(file)
+    # Where no row can be decoded, each is rejected for that, whatever the format.
+    return recognise(head, file=file.name).name if head else "messages"
+
+
+def _all_sets(recipe: Recipe) -> tuple[PromptSet, ...]:
+    return (*recipe.prompts.train, *recipe.prompts.evaluation)
+
+
+def _prepare_sets(
+    recipe: Recipe, template: ChatTemplate, sources: Mapping[str, Source], building: Path
+) -> dict[str, dict[str, Any]]:
+    """The held-out sets first: training prompts are compared with them."""
+    prompts, selection = recipe.prompts, recipe.prompts.selection
+    counts: dict[str, dict[str, Any]] = {}
+    held_out = HeldOut()
+    maker = PromptMaker(recipe, template, None)
+    for one in prompts.evaluation:
+        chooser = Chooser({}, None, building)
+        stage = _SetWork(
+            recipe, sources[one.name], building, chooser, limit=None, held_out=held_out
+        )
+        counts[one.name] = stage.run(partial(map, maker.make))
+    passages = held_out.passages(selection.shared_words)
+    limits = limits_of(recipe)
+    chooser = Chooser(held_out.said, selection.near_duplicates, building)
+    with ExitStack() as stack:
+        work_through = _workers(recipe, template, sources, passages, stack)
+        for one in prompts.train:
+            limit = limits[one.name]
+            stage = _SetWork(recipe, sources[one.name], building, chooser, limit=limit)
+            counts[one.name] = stage.run(work_through)
+    return {one.name: counts[one.name] for one in _all_sets(recipe)}
+
+
+def limits_of(recipe: Recipe) -> dict[str, int | None]:
+    """How many prompts each training set may have, by its cap and its share of the mix."""
+    caps = {one.name: one.cap for one in recipe.prompts.train}
+    mix = recipe.prompts.selection.mix
+    return caps if mix is None else quotas(mix.rows, mix.weights, caps)
+
+
+def rules_of(recipe: Recipe, one: PromptSet, format_name: FormatName) -> SetRules:
+    """How a set's rows are read and judged; a held-out set is asked whole, its last turn."""
+    trains = one in recipe.prompts.train
+    return SetRules(
+        name=one.name,
+        domain=one.domain,
+        format=format_name,
+        turns=recipe.prompts.turns if trains else "last",
+        selection=recipe.prompts.selection if trains else None,
+    )
+
+
+# Processes
+
+
+def _workers(
+    recipe: Recipe,
+    template: ChatTemplate,
+    sources: Mapping[str, Source],
+    passages: EvaluationPassages | None,
+    stack: ExitStack,
+) -> _WorkThrough:
+    """A process for each CPU; for little work, this process alone."""
+    cpus = len(os.sched_getaffinity(0))
+    size = sum(file.size for one in recipe.prompts.train for file in sources[one.name].files)
+    if cpus == 1 or size < _POOL_BYTES:
+        return partial(map, PromptMaker(recipe, template, passages).make)
+    logger.info("preparing with %d processes", cpus)
+    pool = ProcessPoolExecutor(
+        cpus,
+        mp_context=get_context("spawn"),
+        initializer=start_worker,
+        initargs=(recipe, passages),
+    )
+    stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+    return partial(_through, pool, cpus * _IN_FLIGHT)
+
+
+def _through(pool: ProcessPoolExecutor, in_flight: int, tasks: Iterable[Task]) -> Iterator[Worked]:
+    """Results in the order of the tasks, of which `in_flight` are held at a time."""
+    waiting: deque[Future[Worked]] = deque()
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(work, task))
+            if len(waiting) >= in_flight:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise PreflightFailed(
+            "a process that prepares prompts died",
+            expected="processes that live to the end; the system may have run out of memory",
+            change="look into the system's log, free memory, and start again",
+        ) from error
+
+
+# One set
+
+
+@dataclass
+class _SetWork:
+    """One set on its way from its source to its parts."""
+
+    recipe: Recipe
+    source: Source
+    building: Path
+    chooser: Chooser
+    limit: int | None  # prompts
+    held_out: HeldOut | None = None  # takes in what this set says
+    rows: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def run(self, work_through: _WorkThrough) -> dict[str, Any]:
+        """Work through the source; write the parts and the rejected rows; return the counts."""
+        self._draw = None if self.limit is None else Draw(self.limit)
+        self._below: list[int | None] = []  # after each chunk: what the draw can still take
+        files = PromptFiles(self.building, self.source.set.name)
+        with ExitStack() as stack:
+            stack.callback(files.close)
+            for worked in work_through(self._tasks()):
+                kept, bad = self._choose(worked)
+                files.set_aside(sorted(bad, key=lambda row: row.line))
+                files.add(worked.prompts.take(pa.array(kept, pa.int64())))
+            if not self.rows:
+                raise self._empty("no rows")
+            profile = files.finish(
+                drawn_below=None if self._draw is None else self._draw.below,
+                context_tokens=self.recipe.prompts.context_tokens,
+            )
+        return self._counts(profile, files)
+
+    def _tasks(self) -> Iterator[Task]:
+        one = self.source.set
+        size = sum(file.size for file in self.source.files)
+        progress = Progress(f"prepare {one.name}", total=size, unit="bytes")
+        for number, chunk in enumerate(read_chunks(self.source.files, chunk_bytes=_CHUNK_BYTES)):
+            rules = rules_of(self.recipe, one, self.source.formats[chunk.file])
+            seen = number - _DRAW_LAG
+            yield Task(chunk, rules, self._below[seen] if seen >= 0 else None)
+            progress.advance(chunk.read_bytes, {"rows": f"{self.rows:,}"})
+
+    def _choose(self, worked: Worked) -> tuple[list[int], list[BadRow]]:
+        kept, copies = self.chooser.choose(worked, self.source.set)
+        bad = [*worked.rejected, *copies]
+        self.rows += worked.rows
+        self._count(bad)
+        if self.held_out is not None:
+            self.held_out.add(worked, kept, self.source.set)
+        if self._draw is not None:
+            keys = worked.prompts["draw_key"].to_pylist()
+            for index in kept:
+                self._draw.offer(keys[index])
+        self._below.append(None if self._draw is None else self._draw.below)
+        return kept, bad
+
+    def _count(self, bad: Iterable[BadRow]) -> None:
+        """Raises `BadRecipe` for a row that cannot be used, if the recipe stops at one."""
+        for row in bad:
+            self.reasons[row.reason] += 1
+            if self.recipe.prompts.on_bad_prompt == "stop" and row.reason not in CHOICES:
+                place = place_of(self.source.set, row.file, row.line)
+                raise BadRecipe(
+                    f"{place} is not a usable prompt: {row.reason}: {row.detail[:400]}",
+                    expected="every row of a set to be usable, since on_bad_prompt is stop",
+                    change="mend or remove the row, or set prompts.on_bad_prompt to reject",
+                )
+
+    def _counts(self, profile: PromptProfile, files: PromptFiles) -> dict[str, Any]:
+        lengths = profile.lengths
+        if not lengths.count:
+            reason, count = self.reasons.most_common(1)[0]
+            raise self._empty(f"no usable prompt; {count} of {self.rows} rows: {reason}")
+        if files.not_drawn:
+            self.reasons["not_drawn"] += files.not_drawn
+        assert self.rows == lengths.count + files.rejected
+        if self.limit is not None and lengths.count < self.limit:
+            name, usable, wanted = self.source.set.name, lengths.count, self.limit
+            logger.warning("%s has %d usable prompts, the recipe wants %d", name, usable, wanted)
+        return {
+            "rows": self.rows,
+            "prompts": lengths.count,
+            "turns": profile.turns,
+            "cut_at_tool_turn": profile.cut_at_tool_turn,
+            "rejected": dict(sorted(self.reasons.items())),
+            "repaired": dict(sorted(profile.repaired.items())),
+            "formats": sorted(set(self.source.formats.values())),
+            "languages": profile.languages.shares(top=5),  # of those that were looked at
+            "prompt_tokens": lengths.total,  # up to turn 1, as are the next
+            "tokens_p50": lengths.quantile(0.5),
+            "tokens_p90": lengths.quantile(0.9),
+            "tokens_max": lengths.max,
+            "lengths": lengths.sparkline(),
+        }
+
+    def _empty(self, seen: str) -> BadRecipe:
+        return BadRecipe(
+            f"the prompt set {self.source.set.name} ({self.source.set.path}) has {seen}",
+            expected="at least one usable prompt in every set",
+            change="correct the file or its path in the recipe",
+        )
+
+
+# Folders
 
 
 def _remove_leftovers(run: RunFolder) -> None:

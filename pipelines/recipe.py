@@ -24,6 +24,7 @@ from pydantic import (
 from actors.config import PoolConfig, Sampling, Servers
 from pipelines.errors import BadRecipe
 from pipelines.schema import Domain
+from pipelines.sources.row import FormatName
 from pipelines.storage import location_of
 from training.config import DraftShape, TrainConfig
 
@@ -147,11 +148,34 @@ class Target(Strict):
 
 
 class PromptSet(Strict):
-    """One source of prompts. `path` is JSONL or Parquet with `messages`, and `tools` where any."""
+    """One source of prompts: a file, a folder, a glob or a URI of any form that `sources` reads."""
 
     name: _Name
     path: str
     domain: Domain
+    format: FormatName | None = None  # null: recognised from the columns, and named in the log
+    cap: PositiveInt | None = None  # of the usable rows, so many at most, drawn by the seed
+
+
+class Mix(Strict):
+    """How many training prompts, of all sets together, and each set's share of them."""
+
+    rows: PositiveInt
+    weights: dict[_Name, Annotated[float, Field(gt=0.0)]] = Field(min_length=1)
+
+
+class Selection(Strict):
+    """Which of the usable training prompts are asked. Null switches a rule off."""
+
+    seed: NonNegativeInt  # of the draw: by caps, and by the mix
+    mix: Mix | None
+    # Similarity (Jaccard, of runs of five words) from which a prompt is a copy of an earlier one.
+    near_duplicates: Annotated[float, Field(ge=0.5, le=1.0)] | None
+    # So many words in a row, shared with an evaluation prompt: the draft would be taught the test.
+    shared_words: Annotated[int, Field(ge=5, le=50)] | None
+    languages: tuple[Annotated[str, Field(pattern="^[a-z]{2}$")], ...] | None  # ISO 639-1
+    min_prompt_tokens: PositiveInt
+    max_prompt_tokens: PositiveInt | None
 
 
 class Prompts(Strict):
@@ -161,10 +185,11 @@ class Prompts(Strict):
     evaluation: tuple[PromptSet, ...] = Field(min_length=1)
     context_tokens: PositiveInt  # prompt and response together
     min_response_tokens: PositiveInt  # a prompt that leaves less room than this is rejected
-    # Of a conversation with several user messages: answer the last one, with the set's own answers
-    # before it; or every one, with the target's own answers before it. Held-out sets are always
-    # asked their last one.
-    turns: Literal["last", "every"]
+    # Of a conversation with several user messages: answer the first one; or the last one, with the
+    # set's own answers before it; or every one, with the target's own answers before it. Held-out
+    # sets are always asked their last one.
+    turns: Literal["first", "last", "every"]
+    selection: Selection
     # What happens to prompts that cannot be used: stop says which; reject keeps them aside, named.
     on_bad_prompt: Literal["stop", "reject"]
 
@@ -174,6 +199,17 @@ class Prompts(Strict):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two prompt sets are named {twice[0]!r}; give each its own name")
+        return self
+
+    @model_validator(mode="after")
+    def _mix_names_every_training_set(self) -> "Prompts":
+        if self.selection.mix is not None:
+            sets, weighed = {one.name for one in self.train}, set(self.selection.mix.weights)
+            if sets != weighed:
+                raise ValueError(
+                    f"selection.mix.weights names {sorted(weighed)}, the training sets are "
+                    f"{sorted(sets)}"
+                )
         return self
 
 
@@ -424,7 +460,10 @@ def _with_absolute_paths(recipe: Recipe, beside: Path) -> Recipe:
         return str((beside / Path(text.format(cache=cache_folder())).expanduser()).resolve())
 
     def sets(given: tuple[PromptSet, ...]) -> tuple[PromptSet, ...]:
-        return tuple(one.model_copy(update={"path": absolute(one.path)}) for one in given)
+        return tuple(
+            one if "://" in one.path else one.model_copy(update={"path": absolute(one.path)})
+            for one in given
+        )
 
     store = recipe.generate.store
     if store is not None:

@@ -51,6 +51,12 @@ def asked(row: SourceRow) -> tuple[SourceRow, bool]:
     return replace(row, messages=tuple(kept)), tool is not None
 
 
+def first_question(row: SourceRow) -> SourceRow:
+    """The row up to its first user message; as it is where it has none."""
+    users = [i for i, one in enumerate(row.messages) if one["role"] == "user"]
+    return replace(row, messages=row.messages[: users[0] + 1]) if users else row
+
+
 def render_turns(
     template: ChatTemplate, rule: HistoryRule, messages: Sequence[Json], tools: Sequence[Json]
 ) -> Turns | NotRendered:

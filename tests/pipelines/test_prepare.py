@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from pipelines import prepare as stage
+from pipelines import prompt_files
 from pipelines.errors import BadRecipe, PreflightFailed
 from pipelines.prepare import prepare
 from pipelines.recipe import load_recipe
@@ -39,6 +40,10 @@ def ask(text, **more):
     return {"messages": [{"role": "user", "content": text}], **more}
 
 
+def birds(path, **more):
+    return {"name": "birds", "path": str(path), "domain": "chat", "format": "messages", **more}
+
+
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -60,9 +65,9 @@ class Bench:
             "target.profile": PROFILE,
             "prompts.context_tokens": 512,
             "prompts.on_bad_prompt": "stop",
-            "prompts.train": [{"name": "birds", "path": str(self.train), "domain": "chat"}],
+            "prompts.train": [birds(self.train)],
             "prompts.evaluation": [
-                {"name": "eval-birds", "path": str(self.evaluation), "domain": "other"}
+                {**birds(self.evaluation), "name": "eval-birds", "domain": "other"}
             ],
             **{key.replace("__", "."): value for key, value in changes.items()},
         }
@@ -107,8 +112,9 @@ def test_a_prompt_row_holds_what_the_contract_says(bench):
 
 
 def test_rows_are_ordered_by_sample_id_over_parts_of_bounded_size(bench, monkeypatch):
-    monkeypatch.setattr(stage, "_ROWS_PER_PART", 7)
-    monkeypatch.setattr(stage, "_BATCH_ROWS", 3)
+    monkeypatch.setattr(prompt_files, "_PART_ROWS", 7)
+    monkeypatch.setattr(prompt_files, "_HELD_BYTES", 2000)
+    monkeypatch.setattr(stage, "_CHUNK_BYTES", 300)
     bench.prepare()
     parts = sorted((bench.run.prompts / "birds").glob("*"))
     assert [part.name for part in parts] == [f"part-{i:05d}.parquet" for i in range(6)]
@@ -123,7 +129,8 @@ def test_rows_are_ordered_by_sample_id_over_parts_of_bounded_size(bench, monkeyp
 def test_the_same_input_gives_the_same_bytes_whatever_the_batches(bench, monkeypatch):
     bench.prepare()
     first = bench.files()
-    monkeypatch.setattr(stage, "_BATCH_ROWS", 5)
+    monkeypatch.setattr(stage, "_CHUNK_BYTES", 200)
+    monkeypatch.setattr(prompt_files, "_HELD_BYTES", 1000)
     bench.prepare()
     assert bench.files() == first
 
@@ -140,14 +147,19 @@ def test_the_order_of_the_source_does_not_matter(bench):
 def test_the_counts_add_up_and_quantiles_are_of_the_prompts(bench):
     write(bench.train, [ask("a" * n) for n in (1, 10, 100)] + [{"messages": []}, ask("a")])
     counts = bench.prepare(prompts__on_bad_prompt="reject")
-    birds = counts["sets"]["birds"]
+    seen = dict(counts["sets"]["birds"])
     lengths = sorted(len(ids) for ids in bench.table("birds")["prompt_ids"].to_pylist())
-    assert birds == {
+    lengths_seen = seen.pop("lengths")
+    assert (len(lengths_seen), lengths_seen.count("█")) == (16, 3)
+    assert seen == {
         "rows": 5,
         "prompts": 3,
         "turns": 3,
         "cut_at_tool_turn": 0,
         "rejected": {"bad_messages": 1, "duplicate": 1},
+        "repaired": {},
+        "formats": ["messages"],
+        "languages": {"unknown": 1.0},
         "prompt_tokens": sum(lengths),
         "tokens_p50": lengths[1],
         "tokens_p90": lengths[2],
@@ -156,7 +168,7 @@ def test_the_counts_add_up_and_quantiles_are_of_the_prompts(bench):
     assert (counts["rows"], counts["prompts"], counts["rejected"]) == (6, 4, 2)
     events = [json.loads(line) for line in bench.run.events.read_text().splitlines()]
     assert [event["dataset"] for event in events] == ["birds", "eval-birds"]
-    assert events[0]["rejected"] == birds["rejected"]
+    assert events[0]["rejected"] == {"bad_messages": 1, "duplicate": 1}
 
 
 def test_rejected_rows_are_kept_aside_with_line_and_reason(bench):
@@ -179,7 +191,7 @@ def test_rejected_rows_are_kept_aside_with_line_and_reason(bench):
         ("train.jsonl", 5, "rejected:prompt_too_long"),
         ("train.jsonl", 6, "rejected:special_token_in_content"),
     ]
-    assert "line 1" in table["detail"][1].as_py()
+    assert f"{bench.train}:1" in table["detail"][1].as_py()
     assert not (bench.run.prompts / "_rejected" / "eval-birds.parquet").exists()
 
 
@@ -198,7 +210,7 @@ def test_the_context_guard_is_exact(bench, room, prompts):
 
 def test_a_bad_prompt_stops_the_run_with_its_place_and_nothing_is_written(bench):
     bench.evaluation.write_text(json.dumps(ask("fine")) + "\n" + '{"messages": 3}\n')
-    with pytest.raises(BadRecipe, match=r"eval\.jsonl:2 is not a usable prompt: bad_messages"):
+    with pytest.raises(BadRecipe, match=r"eval\.jsonl:2 is not a usable prompt: wrong_format"):
         bench.prepare()
     assert bench.files() == {}
 
@@ -268,13 +280,6 @@ def test_a_target_that_is_not_there_is_refused(bench):
         bench.prepare(target__path="/nowhere")
 
 
-def test_two_contents_with_one_id_are_not_called_duplicates(bench, monkeypatch):
-    monkeypatch.setattr(stage, "_ID_DIGITS", 1)
-    counts = bench.prepare(prompts__on_bad_prompt="reject")["sets"]["birds"]
-    assert set(counts["rejected"]) == {"id_collision"}
-    assert counts["prompts"] + counts["rejected"]["id_collision"] == 40
-
-
 # Every turn of a conversation
 
 
@@ -335,8 +340,9 @@ def test_the_last_turn_keeps_the_sets_own_answers_and_its_id(bench):
 
 
 def test_a_conversation_ends_before_a_tools_result_and_is_counted(bench):
-    tools = [("assistant", "calling"), ("tool", "42"), ("assistant", "It is 42."), ("user", "Why?")]
-    write(bench.train, [say(("user", "How many?"), *tools), ask("plain")])
+    row = say(("user", "How many?"), ("assistant", ""), ("tool", "42"), ("user", "Why?"))
+    row["messages"][1]["tool_calls"] = [{"function": {"name": "count", "arguments": {}}}]
+    write(bench.train, [row, ask("plain")])
     counts = bench.prepare(prompts__turns="every")["sets"]["birds"]
     assert (counts["turns"], counts["cut_at_tool_turn"]) == (2, 1)
     texts = {row["messages"] for row in bench.table("birds").to_pylist()}

@@ -99,6 +99,15 @@ def _recipe(folder: Path, target: Path) -> dict[str, Any]:
             "context_tokens": 256,
             "min_response_tokens": 16,
             "turns": "last",
+            "selection": {
+                "seed": 1,
+                "mix": None,
+                "near_duplicates": None,
+                "shared_words": None,
+                "languages": None,
+                "min_prompt_tokens": 1,
+                "max_prompt_tokens": None,
+            },
             "on_bad_prompt": "stop",
         },
         "generate": {
