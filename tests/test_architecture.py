@@ -18,6 +18,7 @@ SHELLS = {
     "pipelines/capture.py",
     "pipelines/evaluate.py",
     "pipelines/generate.py",
+    "pipelines/publish.py",
     "pipelines/run.py",
     "pipelines/train.py",
     "training/engine.py",
