@@ -27,7 +27,7 @@ class Draw:
         """Take a row's key in, where it is among the least."""
         if len(self._heap) < self._cap:
             heappush(self._heap, -key)
-        elif self._cap:
+        else:
             heappushpop(self._heap, -key)
 
     @property

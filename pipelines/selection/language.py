@@ -7,7 +7,7 @@ from functools import cache
 
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-UNKNOWN = "unknown"  # too short, mostly numbers and symbols, or between two languages
+UNKNOWN = "unknown"  # too short, or between two languages
 CODE = "code"  # code, and too little prose to tell
 UNTOLD = frozenset({UNKNOWN, CODE})  # no reason to leave a prompt out
 
@@ -39,8 +39,6 @@ def language_of(text: str) -> str:
         return unsure
     if len(_CODE_MARKS.findall(prose)) > _CODE_SHARE * visible:
         return CODE
-    if 2 * letters < visible:
-        return unsure
     language, confidence = _model().classify(prose)
     return language if confidence >= _CONFIDENCE else unsure
 

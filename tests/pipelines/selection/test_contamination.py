@@ -91,7 +91,9 @@ def test_equal_hashes_of_other_words_are_no_hit(monkeypatch):
         return Grams(np.zeros_like(found.hashes), found.firsts, found.offsets)
 
     monkeypatch.setattr(module, "grams", colliding)
-    passages = EvaluationPassages({"a": "one two three four", "b": "five six seven"}, 3)
+    passages = EvaluationPassages(
+        {"a": "one two three four", "c": "five six seventy", "b": "five six seven"}, 3
+    )
     assert passages.overlap("one two four three six seven") is None
     assert passages.overlap("zero five six seven") == ("b", "five six seven")
     assert passages.overlap("two three four") == ("a", "two three four")

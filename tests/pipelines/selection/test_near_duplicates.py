@@ -205,7 +205,27 @@ def test_boilerplate_that_many_share_bounds_the_work_and_is_counted(tmp_path, mo
         near.first_of(rows)
         assert near.kept > 1900
         assert near.crowded > 1000
+        for band in near._bands:
+            values = np.concatenate(band._runs) >> np.uint64(32)
+            assert np.unique(values, return_counts=True)[1].max() <= 32
     assert compared <= 64 * len(rows)
+
+
+def test_of_too_many_candidates_those_with_the_most_bands_are_compared(tmp_path, monkeypatch):
+    rows = np.random.default_rng(6).integers(0, 2**32, (5, PLACES), np.uint32)
+    for other in range(3):
+        rows[other, 8 * other : 8 * other + 8] = rows[4, 8 * other : 8 * other + 8]
+    rows[3, 8:] = rows[4, 8:]
+    read = []
+    real = NearDuplicates._read
+    monkeypatch.setattr(module, "_CHECKED", 1)
+    monkeypatch.setattr(
+        NearDuplicates, "_read", lambda self, number: read.append(number) or real(self, number)
+    )
+    with NearDuplicates(0.8, tmp_path) as near:
+        assert near.first_of(rows[:4]) == [None] * 4
+        assert near.first_of(rows[4:]) == [(3, 120 / 128)]
+    assert read == [3]
 
 
 def test_a_million_rows_fit_in_memory(tmp_path):
