@@ -4,12 +4,11 @@ A canary is judged before the tap opens, sliding windows of sets and servers whi
 Rows flow from worker to server to disk; the driver sees ids, statuses and counts only.
 """
 
-import functools
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +20,7 @@ from actors.errors import ServerFailed, ServerUnfit
 from actors.fleet import Fleet, running_servers
 from actors.launch import EngineOptions
 from actors.mailbox import Mailbox
+from pipelines.calls import Places, call_shape
 from pipelines.errors import PreflightFailed, QualityStop, RunError
 from pipelines.generate_preflight import admission_of
 from pipelines.generate_watch import Watch
@@ -28,7 +28,7 @@ from pipelines.generate_worker import GenerateWorker, WorkerPlan, permits_per_se
 from pipelines.monitor import Monitor, Stop
 from pipelines.quality_stop import QualityMark, remember_stop, set_aside_suspects
 from pipelines.recipe import Recipe
-from pipelines.row_report import RowReport
+from pipelines.row_report import RowReport, reports_in
 from pipelines.segments import commit
 from pipelines.store import RunFolder
 from pipelines.telemetry import EventLog, Progress
@@ -36,11 +36,6 @@ from pipelines.wanted import Wanted, counts_of
 
 logger = logging.getLogger(__name__)
 
-# A worker keeps its permits busy when it has admitted several times as many rows as it has permits.
-_ADMITTED_PER_PERMIT = 8
-_ROWS_PER_CALL = (8, 512)
-_CALLS_AT_ONCE = (4, 16)
-_CALLS_PER_WORKER = 16  # at least, so that none is left with a big last block while others idle
 _PROBES = 2  # prompts that every server answers before rows are sent to it
 _WORKER_CPUS = 0.1  # it waits for servers; on a machine with two cores Ray Data needs its own
 
@@ -61,7 +56,7 @@ def generate(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]
     asking = _Asking(recipe, run, events, sets)
     asking.run_to_the_end()
     for one in sets.values():
-        commit(run, one.name, list(one.responses()))
+        commit(run, one.name, one.responses())
     seconds = time.monotonic() - started
     counts = {name: counts_of(run, one) for name, one in sets.items()}
     return {
@@ -73,10 +68,8 @@ def generate(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]
     }
 
 
-def _dataset(
-    recipe: Recipe, plan: WorkerPlan, files: Sequence[str], ids: pa.Array, *, servers: int
-) -> Any:
-    """Wanted prompts through the workers: a Ray `Dataset` of how many rows became durable."""
+def _dataset(recipe: Recipe, plan: WorkerPlan, calls: Sequence[pa.Table], at_once: int) -> Any:
+    """Calls through the workers: a Ray `Dataset` of how many rows became durable."""
     import ray
     from ray.data import ActorPoolStrategy, DataContext
 
@@ -85,50 +78,20 @@ def _dataset(
     context.enable_progress_bars = False
     context.execution_no_progress_timeout_s = -1  # a block may take as long as a deadline
     context.memory_usage_poll_interval_s = None  # it costs more than a worker's own bookkeeping
-    permits = plan.pool.max_in_flight_per_server * servers
-    shape = call_shape(len(ids), recipe.generate.workers, permits)
-    return (
-        ray.data.read_parquet(list(files), partitioning=None)
-        .map_batches(
-            # In a list, so that Ray hands over the reference and not each time the ids.
-            functools.partial(_keep, wanted=[ray.put(ids)]),
-            batch_format="pyarrow",
-            batch_size=None,
-        )
-        .repartition(target_num_rows_per_block=shape.rows)
-        .map_batches(
-            GenerateWorker,
-            fn_constructor_args=(plan,),
-            batch_format="pyarrow",
-            batch_size=None,
-            num_cpus=_WORKER_CPUS,
-            compute=ActorPoolStrategy(
-                size=recipe.generate.workers,
-                max_concurrent_calls_per_actor=shape.calls,
-                max_tasks_in_flight_per_actor=shape.calls + 4,
-                enable_true_multi_threading=True,
-            ),
-            label_selector=_place(recipe),
-        )
+    return ray.data.from_arrow(list(calls)).map_batches(
+        GenerateWorker,
+        fn_constructor_args=(plan,),
+        batch_format="pyarrow",
+        batch_size=None,
+        num_cpus=_WORKER_CPUS,
+        compute=ActorPoolStrategy(
+            size=recipe.generate.workers,
+            max_concurrent_calls_per_actor=at_once,
+            max_tasks_in_flight_per_actor=at_once + 4,
+            enable_true_multi_threading=True,
+        ),
+        label_selector=_place(recipe),
     )
-
-
-@dataclass(frozen=True)
-class CallShape:
-    """How Ray Data calls a worker: rows in a call, calls at once."""
-
-    rows: int
-    calls: int
-
-
-def call_shape(prompts: int, workers: int, permits: int) -> CallShape:
-    """Calls big enough to cost little, small enough that every worker gets many; and so many at
-    once that a worker has admitted several times the rows it has permits for. `permits` are one
-    worker's, over all servers."""
-    least, most = _ROWS_PER_CALL
-    rows = min(most, max(least, prompts // (workers * _CALLS_PER_WORKER)))
-    fewest, many = _CALLS_AT_ONCE
-    return CallShape(rows, min(many, max(fewest, -(-_ADMITTED_PER_PERMIT * permits // rows))))
 
 
 def _place(recipe: Recipe) -> dict[str, str] | None:
@@ -147,13 +110,6 @@ def _quiet_console() -> None:
     for handler in logging.getLogger("ray.data").handlers:
         if handler.name == "console":
             handler.setLevel(logging.ERROR)
-
-
-def _keep(batch: pa.Table, wanted: list[Any]) -> pa.Table:
-    """The rows whose sample id is wanted. `wanted` holds one reference to the ids."""
-    import ray
-
-    return batch.filter(pc.is_in(batch["sample_id"], value_set=ray.get(wanted[0])))
 
 
 @contextmanager
@@ -208,12 +164,12 @@ class _Asking:
         self.asked = self.tokens = 0  # rows and their output tokens, of this session
         self._recipe, self._run, self._events, self._sets = recipe, run, events, sets
         self._is_open = False  # the tap: the canary has passed
-        self._held_before = any(wanted.held for wanted in sets.values())
+        self._held_before = any(len(wanted.held) for wanted in sets.values())
         self._seen = frozenset(one for wanted in sets.values() for one in wanted.segment_names)
 
     def run_to_the_end(self) -> None:
         """Ask for all that is missing. Raises `QualityStop`."""
-        if not any(wanted.missing() for wanted in self._sets.values()):
+        if not any(len(wanted.missing()) for wanted in self._sets.values()):
             return
         total = sum(wanted.total for wanted in self._sets.values())
         held = sum(len(wanted.held) for wanted in self._sets.values())
@@ -238,11 +194,11 @@ class _Asking:
         rest = {name: wanted.missing() for name, wanted in self._sets.items()}
         self._ask(rest, fleet, mailbox, watch)
 
-    def _canary(self, servers: int) -> dict[str, list[str]]:
+    def _canary(self, servers: int) -> dict[str, Places]:
         """What is missing of each set's first prompts: enough rows for every set and server."""
         rows = self._recipe.generate.gates.canary_rows
         each = max(rows, -(-rows * servers // len(self._sets)))
-        return {name: wanted.missing(wanted.first(each)) for name, wanted in self._sets.items()}
+        return {name: wanted.missing(each) for name, wanted in self._sets.items()}
 
     def _monitor(self, servers: int) -> Monitor:
         """A monitor that knows the rows which are held."""
@@ -250,28 +206,31 @@ class _Asking:
         permits = permits_per_server(self._recipe)
         in_flight = {"set": permits * servers, "server": permits}
         monitor = Monitor(self._recipe.generate.gates, sizes, in_flight)
-        held = [report for wanted in self._sets.values() for report in wanted.reports]
-        for report in sorted(held, key=lambda one: (one.finished_us, one.sample_id)):
+        held = pa.concat_tables([wanted.reports for wanted in self._sets.values()])
+        order = pc.sort_indices(held, [("finished_us", "ascending"), ("sample_id", "ascending")])
+        for report in reports_in(held.take(order)):
             monitor.add(report, None)
         for wanted in self._sets.values():
-            wanted.reports.clear()
+            del wanted.reports
         return monitor
 
     def _count(self, reports: Sequence[RowReport]) -> None:
-        for report in reports:
-            self._sets[report.dataset].held.add(report.sample_id)
-            self.tokens += report.output_tokens
+        if not self._is_open:  # of the canary alone is asked what came
+            for name, wanted in self._sets.items():
+                wanted.hold([one.sample_id for one in reports if one.dataset == name])
+        self.tokens += sum(one.output_tokens for one in reports)
         self.asked += len(reports)
 
     def _ask(
         self,
-        wanted: Mapping[str, Sequence[str]],
+        wanted: Mapping[str, Places],
         fleet: Fleet,
         mailbox: Mailbox,
         watch: Watch,
     ) -> None:
         """Have workers answer the wanted prompts, until all are or the watch ends it."""
-        if not any(wanted.values()):
+        prompts = sum(map(len, wanted.values()))
+        if not prompts:
             return
         import ray
 
@@ -282,13 +241,17 @@ class _Asking:
             report=mailbox.outbox,
             seen_segments=self._seen,
             earlier_turns=frozenset(
-                one for name, ids in wanted.items() for one in self._sets[name].earlier_turns(ids)
+                one for name, some in wanted.items() for one in self._sets[name].earlier_turns(some)
             ),
         )
-        asked = [name for name, ids in wanted.items() if ids]
-        files = [str(path) for name in asked for path in self._sets[name].files]
-        ids = pa.array([one for ids in wanted.values() for one in ids], pa.string())
-        dataset = _dataset(self._recipe, plan, files, ids, servers=len(fleet.states()))
+        permits = plan.pool.max_in_flight_per_server * len(fleet.states())
+        shape = call_shape(prompts, self._recipe.generate.workers, permits)
+        calls = [
+            call
+            for name, some in wanted.items()
+            for call in self._sets[name].calls(some, shape.rows)
+        ]
+        dataset = _dataset(self._recipe, plan, calls, shape.calls)
         try:
             for _ in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
                 if watch.is_overdue:
@@ -303,8 +266,8 @@ class _Asking:
         """Remember what the gate saw, and end the run."""
         if not self._is_open and not self._held_before:
             # The canary kept the tap closed: so few rows that the cure may also be in the recipe.
-            seen = {name: sorted(one.held) for name, one in self._sets.items() if one.held}
-        suspects = {name: tuple(ids) for name, ids in seen.items()}
+            seen = {name: sorted(one.held.to_pylist()) for name, one in self._sets.items()}
+        suspects = {name: tuple(ids) for name, ids in seen.items() if ids}
         remember_stop(self._run, QualityMark(stop.reason, stop.phase, suspects))
         figures = {name: value for name, value in asdict(stop.figures).items() if value is not None}
         self._events.append(

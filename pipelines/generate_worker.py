@@ -23,6 +23,7 @@ from actors.fit import Expectation, check_fit
 from actors.pool import Completed, Failed, Pool
 from actors.preflight import model_context_tokens
 from actors.protocol import GenerateRequest, sampling_params
+from pipelines.calls import PromptReader
 from pipelines.conversation import (
     NO_ROOM,
     Answer,
@@ -157,15 +158,20 @@ class GenerateWorker:
         self._durable = DurableRows(
             plan.run, plan.sets, skip=plan.seen_segments, also=plan.earlier_turns
         )
+        self._reader = PromptReader()
         self._conversations: set[asyncio.Task[int]] = set()
         self._is_open = True
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._run(self._enter())
 
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        """Answer the prompts of a batch. Returns how many rows became durable in this call."""
-        return pa.table({"rows": [self._run(self._answer_all(prompt_rows(batch)))]})
+    def __call__(self, calls: pa.Table) -> pa.Table:
+        """Read and answer the prompts of some calls. Returns how many rows became durable."""
+        return pa.table({"rows": [self.answer(self._reader.prompts(calls))]})
+
+    def answer(self, prompts: pa.Table) -> int:
+        """Answer prompts; return how many rows became durable."""
+        return self._run(self._answer_all(prompt_rows(prompts)))
 
     def close(self) -> None:
         """End the loop and what lives in it. Ray ends the process instead."""

@@ -25,6 +25,7 @@ STATUSES = ("ok", "rejected", "failed")  # the best first
 
 _WINDOW_BYTES = 8 << 20  # of rows that are brought into order at a time
 _ROWS_PER_BATCH = 512  # of a run
+_ROWS_PER_OPEN = 10  # so many are copied for what it costs to open a file
 _COLUMNS = ("sample_id", "status", "attempt", "finished_at", "server")
 # The last four only make the choice independent of the files' order.
 _PREFERENCE = ("sample_id", "rank", "attempt", "finished_at", "server", "status", "file", "at")
@@ -63,11 +64,11 @@ class RowIndex:
             pa.default_memory_pool().release_unused()
 
     def in_runs(self, scratch: Path) -> "RowIndex":
-        """The same rows, copied to a few files that are in order: each file of this index is opened
-        once for it, and not once for each window. Only if they are more than a window."""
+        """The same rows, copied to a few files that are in order, if that costs less than to open
+        every file once for each window."""
         order = np.lexsort((self.at, self.file))
         run = np.cumsum(self.row_bytes[self.file[order]]) // _WINDOW_BYTES
-        if not len(order) or not run[-1]:
+        if not len(order) or run[-1] * len(self.files) * _ROWS_PER_OPEN <= len(order):
             return self
         files: list[Location] = []
         sizes, file, at = [], np.empty_like(self.file), np.empty_like(self.at)

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,9 +31,14 @@ _REFUSALS = frozenset(
 )
 
 
+def has_reply(status: str) -> bool:
+    """Whether a server answered at all."""
+    return not status.startswith("failed:")
+
+
 def is_settled(status: str) -> bool:
     """Whether asking again would change nothing: there is a reply, or a server said no."""
-    return not status.startswith("failed:") or status in _REFUSALS
+    return has_reply(status) or status in _REFUSALS
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class RowReport:
     @property
     def has_reply(self) -> bool:
         """Whether a server answered at all."""
-        return not self.status.startswith("failed:")
+        return has_reply(self.status)
 
 
 REPORT_SCHEMA = pa.schema(
@@ -80,6 +85,13 @@ REPORT_SCHEMA = pa.schema(
         for one in fields(RowReport)
     ]
 )
+
+
+def reports_in(table: pa.Table) -> Iterator[RowReport]:
+    """The reports in a table of `REPORT_SCHEMA`, one at a time."""
+    for batch in table.to_batches(max_chunksize=1024):
+        for row in batch.to_pylist():
+            yield RowReport(**row)
 
 
 def report_of(row: Mapping[str, Any]) -> RowReport:

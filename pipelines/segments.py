@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from pipelines.errors import StorageFailed, VerificationFailed
 from pipelines.lease import check_lease
 from pipelines.row_index import STATUSES, RowIndex, checksum, read_index, read_reports
-from pipelines.row_report import RowReport
+from pipelines.row_report import RowReport, reports_in
 from pipelines.schema import RESPONSE_SCHEMA
 from pipelines.storage import (
     Location,
@@ -133,7 +133,7 @@ def report_table(run: RunFolder, set_name: str, *, check: bool = True) -> pa.Tab
 
 def durable_reports(run: RunFolder, set_name: str, *, check: bool = True) -> list[RowReport]:
     """The rows of `report_table`."""
-    return [RowReport(**row) for row in report_table(run, set_name, check=check).to_pylist()]
+    return list(reports_in(report_table(run, set_name, check=check)))
 
 
 def committed_ids(run: RunFolder, set_name: str) -> set[str]:

@@ -1,90 +1,130 @@
 """Which responses a set wants, which of them are held, and what came of them in the end."""
 
 import collections
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipelines.calls import Places, calls_for, row_groups
 from pipelines.errors import PreflightFailed, VerificationFailed
+from pipelines.row_report import has_reply, is_settled
 from pipelines.schema import response_id
-from pipelines.segments import committed_files, committed_ids, durable_reports, is_reopened
+from pipelines.segments import committed_files, is_open, is_reopened, report_table
 from pipelines.storage import listed, readable
 from pipelines.store import RunFolder
 
+_AT_ONCE = 8192  # prompts whose responses are named at once
+
 
 class Wanted:
-    """The prompts of one set, as the driver found the set when it started. Bodies are not held."""
+    """The prompts of one set, as the driver found the set when it started. Bodies are not held.
+
+    Prompts go by their places in the set: 0 is the first row of the first file.
+    """
 
     def __init__(self, run: RunFolder, set_name: str, samples_per_prompt: int) -> None:
         self.name, self._samples = set_name, samples_per_prompt
         self.files = sorted((run.prompts / set_name).glob("*.parquet"))
-        self._turns = self._read_turns(run)
+        self._prompts, self._turns = self._read(run)
         self.segment_names = [one.name for one in listed(run.segments / set_name, "*.arrow")]
-        committed, again = committed_ids(run, set_name), is_reopened(run, set_name)
-        # Not asked again: all that is committed, and every durable reply or refusal. A row that
-        # failed otherwise (a dead server, say) and is not committed yet gets another chance.
-        self.reports = [
-            one
-            for one in durable_reports(run, set_name)
-            if one.has_reply or (one.is_settled and not again) or one.sample_id in committed
-        ]
-        self.held = {one.sample_id for one in self.reports}
-        self.total = samples_per_prompt * sum(self._turns.values())
+        self.reports = _kept_reports(run, set_name)  # of the responses that are held
+        self.held = self.reports["sample_id"].combine_chunks()
+        self.total = samples_per_prompt * int(self._turns.sum())
 
-    def responses(self) -> Iterator[str]:
-        """The sample ids of all wanted responses."""
-        for prompt in self._turns:
-            yield from self.responses_to(prompt)
+    def responses(self) -> pa.StringArray:
+        """The sample ids of all wanted responses, prompt after prompt."""
+        if self.total == len(self._prompts):
+            return self._prompts
+        return pa.concat_arrays(
+            [
+                pa.array(list(self._responses(at, at + _AT_ONCE)), pa.string())
+                for at in range(0, len(self._prompts), _AT_ONCE)
+            ]
+        )
 
-    def responses_to(self, prompt: str) -> Iterator[str]:
-        """The sample ids of the wanted responses to one prompt."""
-        for turn in range(1, self._turns[prompt] + 1):
-            for sample in range(1, self._samples + 1):
-                yield response_id(prompt, turn, sample)
+    def missing(self, first: int | None = None) -> Places:
+        """The prompts, of all or of the first so many, of which some response is not held."""
+        places = np.unique(self._owners()[~self._is_held()])
+        return places if first is None else places[places < first]
 
-    def first(self, count: int) -> list[str]:
-        """The first prompts, in file order."""
-        return list(self._turns)[:count]
-
-    def missing(self, prompts: Collection[str] | None = None) -> list[str]:
-        """The prompts, of all or of those given, of which some response is not held."""
-        return [
-            one
-            for one in (self._turns if prompts is None else prompts)
-            if not self.held.issuperset(self.responses_to(one))
-        ]
-
-    def earlier_turns(self, prompts: Collection[str]) -> Iterator[str]:
+    def earlier_turns(self, prompts: Places) -> Iterable[str]:
         """The held responses to unfinished conversations: their history."""
-        for one in prompts:
-            if self._turns[one] > 1:
-                yield from self.held.intersection(self.responses_to(one))
+        owners = self._owners()
+        is_history = np.isin(owners, prompts[self._turns[prompts] > 1])
+        if not is_history.any():
+            return ()
+        earlier: list[str] = self.responses().filter(is_history & self._is_held()).to_pylist()
+        return earlier
 
-    def _read_turns(self, run: RunFolder) -> dict[str, int]:
-        """How many answers each prompt wants. Each sample id may come once, and belongs here."""
+    def hold(self, responses: Sequence[str]) -> None:
+        """These are durable now."""
+        self.held = pa.concat_arrays([self.held, pa.array(responses, pa.string())])
+
+    def calls(self, prompts: Places, rows: int) -> Iterator[pa.Table]:
+        """Calls of workers for these prompts, of at most so many rows."""
+        return calls_for(row_groups(self.files), prompts, rows)
+
+    def _responses(self, start: int, stop: int) -> Iterator[str]:
+        prompts = self._prompts[start:stop].to_pylist()
+        for prompt, turns in zip(prompts, self._turns[start:stop], strict=True):
+            for turn in range(1, int(turns) + 1):
+                for sample in range(1, self._samples + 1):
+                    yield response_id(prompt, turn, sample)
+
+    def _owners(self) -> Places:
+        """The prompt of each response."""
+        return np.repeat(np.arange(len(self._prompts)), self._samples * self._turns)
+
+    def _is_held(self) -> npt.NDArray[np.bool_]:
+        held = pc.is_in(self.responses(), value_set=self.held)
+        return np.asarray(held.to_numpy(zero_copy_only=False))
+
+    def _read(self, run: RunFolder) -> tuple[pa.StringArray, npt.NDArray[np.int32]]:
+        """The prompts, and how many answers each wants. Each may come once, and belongs here."""
         if not self.files:
             raise PreflightFailed(
                 f"there are no prompts in {run.prompts / self.name}",
                 expected="the prompt files that prepare makes",
                 change="run `eyas prepare` with this recipe first",
             )
-        columns = ["sample_id", "dataset", "continuations"]
-        tables = [pq.read_table(path, columns=columns, partitioning=None) for path in self.files]
-        table = pa.concat_tables(tables)
-        turns = pc.add(pc.list_value_length(table["continuations"]), 1).to_pylist()
-        found = dict(zip(table["sample_id"].to_pylist(), turns, strict=True))
-        datasets = pc.unique(table["dataset"]).to_pylist()
-        if len(found) != table.num_rows or not set(datasets) <= {self.name}:
+        ids, turns, datasets = [], [], set()
+        for path in self.files:
+            columns = ["sample_id", "dataset", "continuations"]
+            table = pq.read_table(path, columns=columns, partitioning=None, use_threads=False)
+            ids += table["sample_id"].chunks
+            turns.append(pc.add(pc.list_value_length(table["continuations"]), 1).to_numpy())
+            datasets |= set(pc.unique(table["dataset"]).to_pylist())
+        prompts = pa.chunked_array(ids, pa.string()).combine_chunks()
+        doubled = len(prompts) - pc.count_distinct(prompts).as_py()
+        if doubled or not datasets <= {self.name}:
             raise VerificationFailed(
-                f"{run.prompts / self.name}: {table.num_rows - len(found)} sample ids come twice, "
+                f"{run.prompts / self.name}: {doubled} sample ids come twice, "
                 f"datasets are {sorted(datasets)}",
                 expected=f"every sample id once, and only the set {self.name}",
                 change="make the prompts again with `eyas prepare`",
             )
-        return found
+        return prompts, np.concatenate(turns)
+
+
+def _kept_reports(run: RunFolder, set_name: str) -> pa.Table:
+    """The reports of what is not asked again: all that is committed, and every durable reply or
+    refusal. A row that failed otherwise (a dead server, say) and is not committed yet gets another
+    chance."""
+    reports = report_table(run, set_name)
+    if not is_open(run, set_name):
+        return reports
+    again = is_reopened(run, set_name)
+    kept = [
+        one
+        for one in pc.unique(reports["status"]).to_pylist()
+        if has_reply(one) or (is_settled(one) and not again)
+    ]
+    return reports.filter(pc.is_in(reports["status"], value_set=pa.array(kept, pa.string())))
 
 
 def counts_of(run: RunFolder, wanted: Wanted) -> dict[str, Any]:

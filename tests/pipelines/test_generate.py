@@ -58,7 +58,7 @@ def answer(recipe, run, numbers):
     """Have a worker make rows durable, as an earlier session did."""
     rows = [prompt_row(number) for number in numbers]
     with closing(GenerateWorker(plan_of(recipe, run, *recipe.generate.servers.urls))) as worker:
-        worker(pa.Table.from_pylist(rows, schema=PROMPT_SCHEMA))
+        worker.answer(pa.Table.from_pylist(rows, schema=PROMPT_SCHEMA))
 
 
 def read(folder):
@@ -127,7 +127,7 @@ def test_a_stop_in_a_window_loses_nothing_and_only_the_bad_window_is_asked_again
         answer(recipe, run, range(10))  # the canary is over, and two rows more
         with pytest.raises(QualityStop, match=r"window: .*empty_content"):
             generate(recipe, run, EventLog(run))
-    held = {one.sample_id for one in durable_reports(run, "chat") if one.has_reply}
+    held = {one.sample_id for one in durable_reports(run, "chat") if one.is_settled}
     suspects = json.loads((run.responses / "_quality_stop.json").read_text())["suspects"]["chat"]
     assert len(suspects) >= 8
     assert set(suspects) <= held

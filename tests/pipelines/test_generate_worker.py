@@ -63,7 +63,7 @@ def statuses(plan):
 def test_rows_are_durable_and_reported_when_the_call_returns(plan_for, serving, working):
     with serving() as server:
         plan = plan_for(server.url)
-        assert working(plan)(batch(0, 3, 9))["rows"].to_pylist() == [3]
+        assert working(plan).answer(batch(0, 3, 9)) == 3
     rows = [prompt_row(number)["sample_id"] for number in (0, 3, 9)]
     expected = dict(zip(rows, ["ok", "rejected:empty_content", "failed:http_400"], strict=True))
     assert statuses(plan) == expected
@@ -74,15 +74,15 @@ def test_rows_are_durable_and_reported_when_the_call_returns(plan_for, serving, 
 def test_a_restarted_worker_does_not_ask_again_for_what_is_durable(plan_for, serving, working):
     with serving() as server:
         plan = plan_for(server.url)
-        working(plan)(batch(0, 1))
-        assert working(plan)(batch(0, 1, 2))["rows"].to_pylist() == [1]
+        working(plan).answer(batch(0, 1))
+        assert working(plan).answer(batch(0, 1, 2)) == 1
     assert sorted(http["input_ids"][1] for http in server.requests) == [0, 1, 2]
 
 
 def test_a_row_of_a_segment_that_the_driver_saw_is_not_looked_up(plan_for, serving, working):
     with serving() as server:
         plan = plan_for(server.url)
-        working(plan)(batch(0, 1))
+        working(plan).answer(batch(0, 1))
         names = frozenset(path.name for path in plan.run.segments.rglob("*.arrow"))
     known = DurableRows(plan.run, ["chat"], skip=names, also=["chat-000000000001"])
     assert "chat-000000000000" not in known
@@ -92,7 +92,7 @@ def test_a_row_of_a_segment_that_the_driver_saw_is_not_looked_up(plan_for, servi
 def test_a_committed_row_is_found_and_one_that_no_server_took_is_not(plan_for, serving, working):
     with serving() as server:
         plan = plan_for(server.url)
-        working(plan)(batch(0, 9))
+        working(plan).answer(batch(0, 9))
         commit(plan.run, "chat", ["chat-000000000000", "chat-000000000009"])
     known = DurableRows(plan.run, ["chat"], also=["chat-000000000000", "chat-000000000009"])
     assert known.row("chat-000000000000")["status"] == "ok"
@@ -100,7 +100,7 @@ def test_a_committed_row_is_found_and_one_that_no_server_took_is_not(plan_for, s
     broken = Raw(b"<html>", 502)
     with serving(lambda *_: broken) as server:
         lost = plan_for(server.url, "generate.pool={attempts: 1}")
-        working(lost)(batch(5))
+        working(lost).answer(batch(5))
     assert statuses(lost)["chat-000000000005"] == "failed:http_502"
     assert "chat-000000000005" not in DurableRows(lost.run, ["chat"])
 
@@ -114,14 +114,14 @@ def test_a_closed_tap_ends_the_call_tells_the_server_and_keeps_what_came(
     with serving(script) as server:
         plan = plan_for(server.url)
         worker = working(plan)
-        call = threading.Thread(target=worker, args=(batch(1, 7),))
+        call = threading.Thread(target=worker.answer, args=(batch(1, 7),))
         call.start()
         assert server.hanging.wait(20)
         plan.report.is_open = False
         call.join(20)
         assert not call.is_alive()
         assert server.abort_came.wait(20)
-        assert worker(batch(2))["rows"].to_pylist() == [0]
+        assert worker.answer(batch(2)) == 0
     assert statuses(plan) == {"chat-000000000001": "ok"}
 
 
@@ -130,7 +130,7 @@ def test_a_server_that_joins_later_is_used(plan_for, serving, working):
         reports = []
         plan = plan_for("http://127.0.0.1:1", servers=lambda: tuple(reports))
         worker = working(plan)
-        call = threading.Thread(target=worker, args=(batch(0, 1),))
+        call = threading.Thread(target=worker.answer, args=(batch(0, 1),))
         call.start()
         call.join(0.5)
         assert call.is_alive()
@@ -152,7 +152,7 @@ def test_rows_of_a_server_that_became_another_model_are_not_kept(plan_for, servi
         server.server_info["random_seed"] = 1
         plan = plan_for(server.url, servers=Always((server.url,)))
         plan = dataclasses.replace(plan, servers=Always((server.url, other.url)))
-        working(plan)(batch(*(one for one in range(40) if one % 10 not in (3, 9))))
+        working(plan).answer(batch(*(one for one in range(40) if one % 10 not in (3, 9))))
     rows = durable_reports(plan.run, "chat")
     assert server.requests
     assert len(rows) == 32
@@ -168,12 +168,12 @@ def test_a_disk_that_takes_no_more_ends_the_call_with_its_reason(
     monkeypatch.setattr("pipelines.ledger._FLUSH_SECONDS", 0.01)
     with serving() as server:
         worker = working(plan_for(server.url))
-        worker(batch(0))
+        worker.answer(batch(0))
         monkeypatch.setattr("pipelines.segments.write_segment", full)
         with pytest.raises(StorageFailed, match="the disk is full"):
-            worker(batch(1, 2))
+            worker.answer(batch(1, 2))
         with pytest.raises(StorageFailed):
-            worker(batch(4))
+            worker.answer(batch(4))
 
 
 def test_a_conversation_is_answered_turn_by_turn_with_the_models_own_answers(
@@ -193,9 +193,9 @@ def test_a_conversation_is_answered_turn_by_turn_with_the_models_own_answers(
     with serving(script) as server:
         plan = plan_for(server.url, "generate.samples_per_prompt=2", "prompts.turns=every")
         table = pa.Table.from_pylist([prompt], schema=PROMPT_SCHEMA)
-        assert working(plan)(table)["rows"].to_pylist() == [6]
+        assert working(plan).answer(table) == 6
         again = working(plan)
-        assert again(table)["rows"].to_pylist() == [0]
+        assert again.answer(table) == 0
     asked = sorted(tuple(http["input_ids"]) for http in server.requests)
     assert asked[::2] == asked[1::2]  # two samples
     assert asked[::2] == [
@@ -228,13 +228,13 @@ def test_an_unfinished_conversation_goes_on_from_the_turns_that_are_durable(
     }
     with serving() as server:
         plan = plan_for(server.url)
-        working(plan)(batch(1))
+        working(plan).answer(batch(1))
         seen = frozenset(path.name for path in plan.run.segments.rglob("*.arrow"))
         plan = dataclasses.replace(
             plan, seen_segments=seen, earlier_turns=frozenset({"chat-000000000001"})
         )
         table = pa.Table.from_pylist([prompt], schema=PROMPT_SCHEMA)
-        assert working(plan)(table)["rows"].to_pylist() == [1]
+        assert working(plan).answer(table) == 1
     assert [http["input_ids"] for http in server.requests][1] == [1, 1, 5, 40, 41, 42, 2, 6, 7]
 
 
@@ -247,7 +247,7 @@ def test_a_turn_after_a_rejected_answer_is_not_asked(plan_for, serving, working)
     }
     with serving() as server:
         plan = plan_for(server.url)
-        working(plan)(pa.Table.from_pylist([prompt], schema=PROMPT_SCHEMA))
+        working(plan).answer(pa.Table.from_pylist([prompt], schema=PROMPT_SCHEMA))
     assert len(server.requests) == 1
     assert statuses(plan)["chat-000000000003.t2.s1"] == "failed:earlier_turn"
 
@@ -262,7 +262,7 @@ def test_calls_at_once_share_the_permits(plan_for, serving, working):
     with serving() as server:
         worker = working(plan_for(server.url, "generate.pool={max_in_flight_per_server: 2}"))
         calls = [
-            threading.Thread(target=worker, args=(batch(*range(start, start + 3)),))
+            threading.Thread(target=worker.answer, args=(batch(*range(start, start + 3)),))
             for start in range(0, 200, 20)
         ]
         for one in calls:
@@ -288,7 +288,7 @@ def test_the_room_of_a_row_is_what_the_context_leaves_less_one(plan_for, serving
                 "prompt_ids": [1, length % 250] + [5] * (length - 2),
             }
             table = pa.Table.from_pylist([prompt], schema=PROMPT_SCHEMA)
-            worker(table)
+            worker.answer(table)
             assert statuses(plan)[prompt["sample_id"]] == (
                 "ok" if length <= 240 else "failed:no_room"
             )
@@ -298,7 +298,7 @@ def test_the_room_of_a_row_is_what_the_context_leaves_less_one(plan_for, serving
 
 def test_every_sampling_field_is_sent_and_each_row_has_its_own_seed(plan_for, serving, working):
     with serving() as server:
-        working(plan_for(server.url))(batch(0, 1))
+        working(plan_for(server.url)).answer(batch(0, 1))
     one, two = (http["sampling_params"] for http in server.requests)
     assert one["sampling_seed"] != two["sampling_seed"]
     assert {**one, "sampling_seed": 0} == {**two, "sampling_seed": 0}
