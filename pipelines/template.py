@@ -5,7 +5,8 @@ Nothing downstream turns text into tokens again.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def read_target_config(folder: Path) -> Json:
 def load_tokenizer(target: Target) -> Tokenizer:
     """The target's tokenizer, from its folder only; nothing is downloaded.
 
-    Remote code runs only if the recipe says so. Raises `PreflightFailed`.
+    The folder's own code runs only if the recipe says so. Raises `PreflightFailed`.
     """
     folder = Path(target.path)
     if not folder.is_dir():
@@ -104,6 +105,8 @@ def load_tokenizer(target: Target) -> Tokenizer:
             expected=f"one of {', '.join(_TOKENIZER_FILES)}",
             change="copy the tokenizer's files from the place that the weights came from",
         )
+    if not target.trust_remote_code:
+        _check_needs_no_code(folder)
     from transformers import AutoTokenizer
 
     try:
@@ -114,7 +117,7 @@ def load_tokenizer(target: Target) -> Tokenizer:
         raise PreflightFailed(
             f"the tokenizer in {folder} does not load: {error}",
             expected="a tokenizer that transformers knows",
-            change="set target.trust_remote_code if it brings its own code and you trust it",
+            change="copy the tokenizer's files again, or install the transformers that it asks for",
         ) from error
     if not tokenizer.chat_template:
         raise PreflightFailed(
@@ -125,15 +128,37 @@ def load_tokenizer(target: Target) -> Tokenizer:
     return tokenizer
 
 
+def _check_needs_no_code(folder: Path) -> None:
+    """Without its code, another tokenizer may load in its place, and say nothing."""
+    path = folder / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        raise PreflightFailed(
+            f"{path} is not JSON: {error}",
+            expected="the tokenizer's configuration",
+            change="copy the file again",
+        ) from error
+    code = config.get("auto_map") if isinstance(config, dict) else None
+    # Older folders list the tokenizer's two classes alone.
+    if named := code.get("AutoTokenizer") if isinstance(code, dict) else code:
+        raise PreflightFailed(
+            f"the tokenizer in {folder} is code of its own: {path.name} names {named} in auto_map",
+            expected="a tokenizer that transformers knows, since target.trust_remote_code is false",
+            change="read that code; if you trust it, set trust_remote_code: true below target",
+        )
+
+
 class ChatTemplate:
     """A target's chat template with its tokenizer, as a profile says to use them."""
 
     def __init__(self, tokenizer: Tokenizer, profile: TargetProfile) -> None:
         self.tokenizer, self._profile = tokenizer, profile
-        self._special_tokens = tuple(special_tokens(tokenizer))
+        self._special_token = _any_of(special_tokens(tokenizer))
         # Found in a text before anything else is tokenised: nothing grows into them.
         self.own_tokens = frozenset(tokenizer.added_tokens_decoder)
         self._takes_mapping = _takes_mapping(tokenizer)
+        self._backend = _bare_backend(tokenizer)
 
     def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> Rendered | NotRendered:
         """Render a conversation once, up to where the target begins to answer, and tokenise it.
@@ -145,12 +170,10 @@ class ChatTemplate:
 
     def render_text(self, messages: Sequence[Json], tools: Sequence[Json]) -> str | NotRendered:
         """The template's text, checked to hold everything that was said to the target."""
-        said = dump_json([messages, tools])
-        for token in self._special_tokens:
-            if token in said:
-                return NotRendered(
-                    "special_token_in_content", f"{token!r} would become a control token"
-                )
+        if (token := self._special_token.search(dump_json([messages, tools]))) is not None:
+            return NotRendered(
+                "special_token_in_content", f"{token[0]!r} would become a control token"
+            )
         try:
             text = self.apply(messages, tools)
         except TEMPLATE_ERRORS as error:
@@ -165,14 +188,23 @@ class ChatTemplate:
         """
         if not texts:
             return []
-        batch = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        batch, decoded = self._there_and_back(list(texts))
+        return [
+            _checked(self.tokenizer, text, ids, back)
+            for text, ids, back in zip(texts, batch, decoded, strict=True)
+        ]
+
+    def _there_and_back(self, texts: list[str]) -> tuple[list[list[int]], list[str]]:
+        backend = self._backend
+        if backend is not None and _is_unset(backend):
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+            batch = [one.ids for one in encodings]
+            return batch, backend.decode_batch(batch, skip_special_tokens=False)
+        batch = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         decoded = self.tokenizer.batch_decode(
             batch, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        return [
-            _checked(self.tokenizer, text, list(ids), back)
-            for text, ids, back in zip(texts, batch, decoded, strict=True)
-        ]
+        return [list(ids) for ids in batch], decoded
 
     def apply(
         self,
@@ -348,6 +380,39 @@ def _lost(messages: Sequence[Json], tools: Sequence[Json], text: str) -> str | N
 def _is_in(content: str, text: str) -> bool:
     # Some templates write what a tool answered as a JSON string.
     return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """What finds any of them in JSON, longest first."""
+    as_json = sorted((dump_json(one)[1:-1] for one in tokens if one), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, as_json)) or r"(?!)")
+
+
+# What of a tokenizer's Python stands between a call and its backend.
+_BETWEEN = ("__call__", "_encode_plus", "batch_decode", "decode", "_decode")
+
+
+def _bare_backend(tokenizer: Tokenizer) -> Any | None:
+    """The `tokenizers.Tokenizer` of one whose Python only passes on; it gives the same ids, and
+    offsets and masks are not made. None for any other."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    if (
+        not isinstance(tokenizer, PreTrainedTokenizerFast)
+        or tokenizer.split_special_tokens
+        or hasattr(kind, "_switch_to_input_mode")
+        or any(getattr(kind, one) is not getattr(PreTrainedTokenizerFast, one) for one in _BETWEEN)
+    ):
+        return None
+    return tokenizer.backend_tokenizer
+
+
+def _is_unset(backend: Any) -> bool:
+    """Whether nothing is cut, filled up or taken for text; tokenizer.json can say so."""
+    return (
+        backend.truncation is None and backend.padding is None and not backend.encode_special_tokens
+    )
 
 
 def _checked(tokenizer: Tokenizer, text: str, ids: list[int], back: str) -> Rendered | NotRendered:

@@ -35,6 +35,7 @@ before), `unanswered_tool_call` (one of several is enough: the target would answ
 import re
 from typing import Any
 
+from pipelines.sources.formats import format_of
 from pipelines.sources.repairs import (
     KEY_RULES,
     ROLES,
@@ -44,7 +45,7 @@ from pipelines.sources.repairs import (
     present,
     role_renamed,
 )
-from pipelines.sources.row import UNSTATED, BadRow, Format, Given, Json, Refused, SourceRow, kind_of
+from pipelines.sources.row import UNSTATED, BadRow, Format, Json, Refused, SourceRow, kind_of
 from pipelines.sources.tools import normalise_tools
 from pipelines.sources.values import check_values, decode_text
 
@@ -55,11 +56,7 @@ _PAGE = re.compile(
 )
 
 
-def _read_messages(row: Json) -> Given:
-    return Given(row.get("messages", ()), row.get("tools"))
-
-
-_MESSAGES = Format("messages", lambda row: "messages" in row, _read_messages)
+_MESSAGES = format_of("messages")
 
 
 def parse_row(

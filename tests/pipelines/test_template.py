@@ -1,7 +1,8 @@
-"""The template: golden ids, nothing said is lost, and a wrong profile is refused by name."""
+"""The template: nothing said is lost, no ids but its tokenizer's, a wrong profile is refused."""
 
 import json
 import shutil
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 from pipelines.errors import PreflightFailed
 from pipelines.recipe import ChannelMarkers, Target, TargetProfile, ToolMarkers
+from pipelines.sources.messages import parse_row
+from pipelines.sources.row import SourceRow
 from pipelines.sources.tools import normalise_tools
 from pipelines.target import prepare_quickstart_target
 from pipelines.template import (
@@ -21,6 +24,7 @@ from pipelines.template import (
     read_target_config,
     special_tokens,
 )
+from tests.support.chat_styles import TARGET_STYLES, as_target
 
 ASK = {"role": "user", "content": "What do hawks eat?"}
 TOOLS = normalise_tools([{"name": "look_up", "description": "Look up a bird."}])
@@ -52,6 +56,12 @@ ITERATES = WITH_TOOLS.replace(
 )
 PASTES = WITH_TOOLS.replace("ARGUMENTS", "{{ call.function.arguments }}")
 CONCATENATES = WITH_TOOLS.replace("ARGUMENTS", "{{ 'of ' + call.function.arguments }}")
+WRITES_JSON = WITH_TOOLS.replace("ARGUMENTS", "{{ call.function.arguments | tojson }}")
+TAKES_BOTH = WITH_TOOLS.replace(
+    "ARGUMENTS",
+    "{{ call.function.arguments if call.function.arguments is string"
+    " else call.function.arguments | tojson }}",
+)
 
 
 def profile(**changes):
@@ -170,6 +180,8 @@ def test_the_templates_own_tools_branch_and_arguments_are_used(tokenizer):
         (ITERATES, "[look_up: bird=hawk;]"),
         (PASTES, '[look_up: {"bird": "hawk"}]'),
         (CONCATENATES, '[look_up: of {"bird": "hawk"}]'),
+        (WRITES_JSON, '[look_up: {"bird": "hawk"}]'),
+        (TAKES_BOTH, '[look_up: {"bird": "hawk"}]'),
     ],
 )
 def test_call_arguments_reach_each_template_in_the_form_it_writes(
@@ -198,6 +210,16 @@ def reason(tokenizer, messages, tools=(), mode="system_message"):
 )
 def test_control_tokens_in_what_is_said_are_refused(tokenizer, messages, tools):
     assert reason(tokenizer, messages, tools) == "special_token_in_content"
+
+
+def test_a_control_token_is_found_however_json_writes_it(tokenizer):
+    tokenizer.add_tokens(['<"quoted">', "<\n>"], special_tokens=True)
+    template = ChatTemplate(tokenizer, profile())
+    for text, seen in (('a <"quoted"> b', "quoted"), ("a <\n> b", "<")):
+        refused = template.render([{"role": "user", "content": text}], ())
+        assert refused.reason == "special_token_in_content"
+        assert seen in refused.detail
+    assert isinstance(template.render([{"role": "user", "content": "a < > b"}], ()), Rendered)
 
 
 def test_a_template_that_raises_is_a_named_rejection(tokenizer):
@@ -253,6 +275,130 @@ def test_a_batch_gives_the_ids_of_each_alone(tokenizer):
     texts = [template.render_text(one, ()) for one in conversations]
     assert template.tokenise(texts) == [template.render(one, ()) for one in conversations]
     assert template.tokenise([]) == []
+
+
+SPELT = st.lists(
+    st.text(st.characters(codec="utf-8"), max_size=20)
+    | st.sampled_from(
+        ["<|im_start|>", "<|im_end|>", " <|im_end|> ", "<think>", " \r\n", "é\u0301"]
+    ),
+    max_size=6,
+).map("".join)
+
+
+def through_python(tokenizer):
+    """The same template with a tokenizer whose Python has a say."""
+
+    class Own(type(tokenizer)):
+        def decode(self, *args, **kwargs):
+            return super().decode(*args, **kwargs)
+
+    tokenizer.__class__ = Own
+    template = ChatTemplate(tokenizer, profile())
+    assert template._backend is None
+    return template
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm", marks=pytest.mark.smollm)])
+def both_ways(request, tiny_target):
+    folder = tiny_target if request.param == "tiny" else prepare_quickstart_target()
+    fast, slow = (load_tokenizer(target(folder)) for _ in range(2))
+    template = ChatTemplate(fast, profile())
+    assert template._backend is not None
+    return template, through_python(slow)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(SPELT, min_size=1, max_size=4))
+def test_the_backend_gives_the_ids_and_the_text_that_the_tokenizer_gives(both_ways, texts):
+    direct, slow = both_ways
+    assert direct.tokenise(texts) == slow.tokenise(texts)
+
+
+@pytest.mark.parametrize("unset", ["enable_truncation", "enable_padding", "encode_special_tokens"])
+def test_a_backend_that_cuts_or_fills_up_is_not_asked_directly(tokenizer, unset):
+    template = ChatTemplate(tokenizer, profile())
+    texts = [template.render_text([{"role": "user", "content": "a" * n}], ()) for n in (3, 30)]
+    expected = template.tokenise(texts)
+    backend = tokenizer.backend_tokenizer
+    if unset == "encode_special_tokens":
+        backend.encode_special_tokens = True
+    else:
+        getattr(backend, unset)(**({"max_length": 4} if "trunc" in unset else {"length": 99}))
+    assert len(backend.encode(texts[0], add_special_tokens=False).ids) != len(
+        expected[0].prompt_ids
+    )
+    assert template.tokenise(texts) == expected
+
+
+# Every kind of conversation in every kind of target
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12) | (
+    st.sampled_from(["</think>", "<think>", "<tool_call>", "<|im_end|>", "<｜User｜>", "{{ x }}"])
+)
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["bird", "where", "名"]),
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-9, 9) | WORDS,
+        lambda one: st.lists(one, max_size=2),
+    ),
+    max_size=2,
+)
+
+
+def called(some, words, results):
+    calls = [{"function": {"name": f"f{i % 2}", "arguments": one}} for i, one in enumerate(some)]
+    answers = [{"role": "tool", "content": one} for one in results[: len(calls)]]
+    return [{"role": "assistant", "content": words, "tool_calls": calls}, *answers]
+
+
+GROUPS = st.one_of(
+    WORDS.map(lambda one: [{"role": "system", "content": one}]),
+    WORDS.map(lambda one: [{"role": "user", "content": one}]),
+    st.builds(
+        lambda one, why: [{"role": "assistant", "content": one, "reasoning_content": why}],
+        WORDS,
+        WORDS | st.none(),
+    ),
+    st.builds(
+        called,
+        st.lists(ARGUMENTS, min_size=1, max_size=3),
+        WORDS | st.none(),
+        st.lists(WORDS, min_size=3, max_size=3),
+    ),
+)
+CONVERSATIONS = st.lists(GROUPS, max_size=5).map(
+    lambda groups: [*(one for group in groups for one in group), ASK]
+)
+
+
+@pytest.fixture(scope="module", params=["system_message", *TARGET_STYLES])
+def any_target(request, tiny_target):
+    tokenizer = load_tokenizer(target(tiny_target))
+    if request.param == "system_message":
+        return ChatTemplate(tokenizer, profile())
+    tokenizer = as_target(tokenizer, TARGET_STYLES[request.param])
+    return ChatTemplate(tokenizer, profile(tools="template"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(CONVERSATIONS, st.sampled_from([None, [{"name": "f0"}, {"name": "f1"}]]))
+def test_any_checked_conversation_renders_faithfully_or_is_refused_by_name(
+    any_target, messages, tools
+):
+    row = parse_row({"messages": messages, "tools": tools}, file="x", line=1)
+    if not isinstance(row, SourceRow):
+        return
+    rendered = any_target.render(row.messages, row.tools)
+    if isinstance(rendered, NotRendered):
+        assert rendered.reason in ("special_token_in_content", "content_lost")
+        return
+    assert any_target.tokenizer.decode(rendered.prompt_ids) == rendered.text
+    assert rendered.prompt_ids == any_target.tokenizer.encode(
+        rendered.text, add_special_tokens=False
+    )
+    for message in row.messages:
+        assert message["role"] == "assistant" or message["content"].strip() in rendered.text
 
 
 # Preflight
@@ -383,6 +529,58 @@ def test_a_folder_without_tokenizer_or_template_is_refused(tiny_target, tmp_path
         load_tokenizer(target(folder))
 
 
+def with_code(folder, config_name, named):
+    """A target whose tokenizer is code that leaves a file where it runs."""
+    path = folder / config_name
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "auto_map": named}))
+    (folder / "bird.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        f"Path({str(folder / 'ran')!r}).touch()\n"
+        "class BirdTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"AutoTokenizer": [None, "bird.BirdTokenizer"]},
+        {"AutoTokenizer": ["bird.BirdTokenizer", None]},
+        ["bird.BirdTokenizer", None],
+    ],
+)
+def test_a_tokenizer_of_its_own_code_runs_only_if_the_recipe_says_so(
+    tiny_target, tmp_path, monkeypatch, named
+):
+    folder = shutil.copytree(tiny_target, tmp_path / "target")
+    with_code(folder, "tokenizer_config.json", named)
+    with pytest.raises(PreflightFailed, match=r"bird\.BirdTokenizer") as failure:
+        load_tokenizer(target(folder))
+    assert "trust_remote_code: true" in failure.value.change
+    assert not (folder / "ran").exists()
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "modules")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    trusted = target(folder).model_copy(update={"trust_remote_code": True})
+    assert type(load_tokenizer(trusted)).__name__ == "BirdTokenizer"
+    assert (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("config_name", "named"),
+    [
+        ("tokenizer_config.json", {"AutoProcessor": "bird.Bird"}),
+        ("config.json", {"AutoModelForCausalLM": "bird.Bird", "AutoConfig": "bird.Bird"}),
+    ],
+)
+def test_code_of_another_part_is_neither_needed_nor_run(tiny_target, tmp_path, config_name, named):
+    folder = with_code(shutil.copytree(tiny_target, tmp_path / "target"), config_name, named)
+    load_tokenizer(target(folder))
+    assert not (folder / "ran").exists()
+
+
 def test_a_broken_tokenizer_or_configuration_is_refused(tiny_target, tmp_path):
     folder = shutil.copytree(tiny_target, tmp_path / "target")
     (folder / "config.json").write_text("{")
@@ -394,4 +592,7 @@ def test_a_broken_tokenizer_or_configuration_is_refused(tiny_target, tmp_path):
     (folder / "config.json").write_bytes((tiny_target / "config.json").read_bytes())
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(PreflightFailed, match="does not load"):
+        load_tokenizer(target(folder))
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(PreflightFailed, match=r"tokenizer_config\.json is not JSON"):
         load_tokenizer(target(folder))

@@ -31,9 +31,10 @@ def calling(arguments):
     ("row", "reason"),
     [
         ([ASK], "not_an_object"),
-        ({}, "bad_messages"),
+        ({}, "wrong_format"),
         ({"messages": []}, "bad_messages"),
-        ({"messages": "hello"}, "bad_messages"),
+        ({"messages": "hello"}, "malformed_json"),
+        ({"messages": {"role": "user"}}, "wrong_format"),
         ({"messages": ["hello"]}, "bad_messages"),
         ({"messages": [{"role": "critic", "content": "hi"}]}, "unknown_role"),
         ({"messages": [{"role": ["user"], "content": "hi"}]}, "unknown_role"),
@@ -218,6 +219,9 @@ JSON = st.recursive(
 )
 
 
+PROPERTY = settings(max_examples=300, deadline=None)
+
+
 def messages_anywhere():
     """A conversation of every kind of message, with any value in any place."""
     call = st.fixed_dictionaries(
@@ -339,14 +343,14 @@ def test_any_value_is_a_row_or_a_named_refusal(value):
     checked(value)
 
 
-@settings(max_examples=300)
+@PROPERTY
 @given(messages_anywhere(), JSON, st.none() | JSON)
 def test_any_value_in_any_place_of_a_message_is_a_row_or_a_named_refusal(messages, tools, source):
     checked({"messages": messages, "source": source})
     checked({"messages": [ASK, *messages, ASK], "tools": tools})
 
 
-@settings(max_examples=300)
+@PROPERTY
 @given(mostly_right())
 def test_a_row_keeps_its_promises_and_parses_to_itself(messages):
     checked({"messages": [*messages, ASK]})
@@ -356,7 +360,7 @@ def test_most_of_what_is_mostly_right_is_a_row():
     """The property above has to see rows, not only refusals."""
     seen = []
 
-    @settings(max_examples=200, database=None)
+    @settings(PROPERTY, database=None)
     @given(mostly_right())
     def look(messages):
         seen.append(checked({"messages": [*messages, ASK]}) is not None)
