@@ -150,19 +150,32 @@ _stage_command("evaluate", "Measure the acceptance length on held-out prompts.")
 
 @app.command()
 def glance(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files or folders.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH...", help="Files, folders, globs, URIs."),
+    ],
     as_json: Json = False,
     full: Annotated[bool, typer.Option("--full", help="Read everything, not a sample.")] = False,
     show: Annotated[int, typer.Option("--show", metavar="N", help="Print N whole samples.")] = 0,
+    field: Annotated[
+        str | None,
+        typer.Option("--field", metavar="NAME", help="Look into one field."),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 4 if it is unhealthy.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every 2 seconds.")] = False,
 ) -> None:
-    """See what is in a file or folder, whether it is alive and whether it is healthy."""
+    """See what is in files, whether they are alive and healthy; two are put side by side."""
+    from pipelines.glance import GlanceReport, render
     from pipelines.glance import glance as look
-    from pipelines.glance import render
 
-    report = _look(lambda: look(paths, full=full, show=show), render, as_json, watch)
-    if strict and not report.is_healthy:
+    seen: GlanceReport | None = None
+
+    def again() -> GlanceReport:
+        nonlocal seen
+        seen = look(paths, full=full, show=show, field=field, before=seen)
+        return seen
+
+    if not _look(again, render, as_json, watch).is_healthy and strict:
         raise typer.Exit(4)
 
 
@@ -173,8 +186,8 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Look again every 2 seconds.")] = False,
 ) -> None:
     """How far a run is, how fast, and whether anyone is working on it."""
-    from pipelines.status import render
     from pipelines.status import status as look
+    from pipelines.status_render import render
 
     _look(lambda: look(_run_folder(folder)), render, as_json, watch)
 
@@ -194,7 +207,7 @@ def verify(folder: RunPath, as_json: Json = False) -> None:
 @app.command()
 def doctor(
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="The planned run, as a YAML file.")
+        Path | None, typer.Argument(metavar="RECIPE", help="The planned run, as a YAML file.")
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads it, nobody changes it
     as_json: Json = False,

@@ -19,9 +19,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from safetensors.torch import save_file
 
-from pipelines import formats
+from pipelines import glance as shell
 from pipelines.errors import BadRecipe
-from pipelines.glance import GlanceReport, SetGlance, glance, render
+from pipelines.glance import glance, render
+from pipelines.glancing.report import GlanceReport, SetGlance
 from tests.support.good_run import make_good_run
 
 
@@ -44,7 +45,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def look(path: Path, **options: Any) -> SetGlance:
-    (one,) = glance([path], **options).sets
+    (one,) = glance([str(path)], **options).sets
     return one
 
 
@@ -73,8 +74,8 @@ def test_a_healthy_file_is_called_healthy(healthy):
     assert one.responses is not None
     assert one.responses.with_reasoning == 60
     assert one.responses.usage == {"ok": 60}
-    assert one.responses.completion_tokens["min"] == 20
-    assert sum(count for _, _, count in one.responses.histogram) == 60
+    assert one.responses.completion_tokens.quantiles["min"] == 20
+    assert sum(one.count for one in one.responses.completion_tokens.histogram) == 60
 
 
 @pytest.mark.parametrize("usage", [None, {}, {"completion_tokens": None}, "gone"])
@@ -85,7 +86,7 @@ def test_the_seed_fault_is_said_plainly_with_cause_and_cure(tmp_path, usage):
             del row["usage"]
         else:
             row["usage"] = usage
-    report = glance([write_lines(tmp_path / "rows.jsonl", rows)])
+    report = glance([str(write_lines(tmp_path / "rows.jsonl", rows))])
     assert not report.is_healthy
     assert "reasoning_and_usage_lost" in names(report.sets[0])
     text = " ".join(shown(report).split())
@@ -190,7 +191,7 @@ def test_a_growing_file_with_half_a_line_is_alive_and_not_sick(healthy):
     assert one.ends_in_half_line
     assert one.rows == 60
     assert one.is_healthy
-    text = shown(glance([healthy]))
+    text = shown(glance([str(healthy)]))
     assert "being written" in text
     assert "ends in half a line" in text
 
@@ -210,7 +211,7 @@ def test_a_schema_that_changes_on_the_way_is_a_fault(tmp_path):
 
 
 def test_a_large_file_is_sampled_and_its_rows_are_estimated(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "SAMPLE_BYTES", 60_000)
+    monkeypatch.setattr(shell, "SAMPLE_BYTES", 300_000)
     rows = [answer(number, content=f"{number} " * (number % 30)) for number in range(4000)]
     rows[3999] = answer(3999, content="<think>")
     path = write_lines(tmp_path / "rows.jsonl", rows)
@@ -220,7 +221,7 @@ def test_a_large_file_is_sampled_and_its_rows_are_estimated(tmp_path, monkeypatc
     assert one.rows_read < 1000
     assert "duplicate_id" not in names(one)  # the places do not overlap
     assert "think_markers_in_content" in names(one)  # the tail is looked at
-    assert "about" in shown(glance([path]))
+    assert "about" in shown(glance([str(path)]))
     whole = look(path, full=True)
     assert (whole.rows, whole.rows_exact, whole.rows_read) == (4000, True, 4000)
 
@@ -231,7 +232,7 @@ def test_the_rows_of_a_large_gzip_are_estimated_from_its_head(tmp_path, monkeypa
     ]
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
-    monkeypatch.setattr(formats, "SAMPLE_BYTES", 1_000_000)
+    monkeypatch.setattr(shell, "SAMPLE_BYTES", 1_000_000)
     one = look(path)
     assert not one.rows_exact
     assert one.rows == pytest.approx(9000, rel=0.2)
@@ -278,7 +279,7 @@ def test_tensors_are_named_with_their_range(tmp_path):
     assert one.is_healthy
     assert (by_name["fc"].dtype, by_name["fc"].shape) == ("BF16", (4, 6))
     assert by_name["fc"].values == "0.5 to 0.5"
-    assert "4 x 6" in shown(glance([path]))
+    assert "4 x 6" in shown(glance([str(path)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -343,23 +344,17 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_what_cannot_be_read_is_a_finding_and_no_traceback(tmp_path, name):
-    report = glance([UNREADABLE[name](tmp_path)])
+    report = glance([str(UNREADABLE[name](tmp_path))])
     assert not report.is_healthy
     assert report.sets[0].findings
     assert "FAULT" in shown(report)
     json.dumps(report.to_json(), allow_nan=False)
 
 
-def test_a_link_to_nowhere_is_nothing_there(tmp_path):
-    (tmp_path / "rows.jsonl").symlink_to(tmp_path / "gone")
-    with pytest.raises(BadRecipe, match="rows"):
-        glance([tmp_path / "rows.jsonl"])
-
-
-@pytest.mark.parametrize("path", ["nothing.jsonl", "*.parquet", "."])
+@pytest.mark.parametrize("path", ["nothing.jsonl", "*.parquet"])
 def test_a_path_without_data_is_refused(tmp_path, path):
     with pytest.raises(BadRecipe, match="expected"):
-        glance([tmp_path / path])
+        glance([str(tmp_path / path)])
 
 
 def test_a_folder_and_a_pattern_are_looked_at_as_sets(tmp_path):
@@ -368,13 +363,13 @@ def test_a_folder_and_a_pattern_are_looked_at_as_sets(tmp_path):
         for part in range(3):
             rows = [answer(100 * part + n) for n in range(10)]
             write_lines(tmp_path / name / f"part-{part}.jsonl", rows)
-    report = glance([tmp_path])
+    report = glance([str(tmp_path)])
     assert [(one.files, one.rows) for one in report.sets] == [(3, 30), (3, 30)]
     assert report.is_healthy
     text = shown(report)
     assert "b1" in text
     assert "b2" in text
-    (one,) = glance([tmp_path / "b*" / "part-1.jsonl"]).sets
+    (one,) = glance([str(tmp_path / "b*" / "part-1.jsonl")]).sets
     assert (one.files, one.rows) == (2, 20)
 
 
@@ -382,15 +377,15 @@ def test_no_more_of_a_persons_data_than_a_short_example(tmp_path):
     secret = "word " * 30 + "PRIVATE"
     rows = [answer(0, content=secret, messages=[{"role": "user", "content": secret}])]
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    report = glance([path])
+    report = glance([str(path)])
     assert "PRIVATE" not in shown(report)
     assert "PRIVATE" not in json.dumps(report.to_json())
-    asked = glance([path], show=1)
+    asked = glance([str(path)], show=1)
     assert "PRIVATE" in shown(asked)
 
 
 def test_whole_samples_tell_reasoning_and_content_apart(healthy):
-    text = shown(glance([healthy], show=2))
+    text = shown(glance([str(healthy)], show=2))
     assert text.count("[reasoning]") == 2
     assert text.count("[content]") == 2
     assert text.index("[reasoning]") < text.index("[content]")
@@ -401,13 +396,13 @@ def test_control_characters_of_data_do_not_reach_the_terminal(tmp_path):
     console = Console(
         file=io.StringIO(), width=80, record=True, force_terminal=True, color_system=None
     )
-    render(glance([path], show=1), console)
+    render(glance([str(path)], show=1), console)
     assert "\x1b[2J" not in console.export_text()
 
 
 def test_a_run_of_our_own_is_healthy_in_every_part(tmp_path, tiny_target):
     run = make_good_run(tmp_path, tiny_target)
-    report = glance([run.root])
+    report = glance([str(run.root)])
     assert report.is_healthy, [one.findings for one in report.sets if not one.is_healthy]
     kinds = {one.name.removeprefix(f"{run.root}/").split("/")[0]: one.kind for one in report.sets}
     assert kinds["features"] == "tensors" or "features" in kinds
@@ -422,11 +417,11 @@ def test_wide_numbers_and_deep_values_survive_as_json(tmp_path):
     for _ in range(30):
         deep = {"in": [deep]}
     rows = [answer(0, deep=deep, big=2**80, mixed=[1, "a", None]), answer(1, mixed={"a": 1})]
-    report = glance([write_lines(tmp_path / "rows.jsonl", rows)], show=2)
+    report = glance([str(write_lines(tmp_path / "rows.jsonl", rows))], show=2)
     json.dumps(report.to_json(), allow_nan=False)
     table = pa.table({"when": pa.array(np.array(["2026-01-01"], "datetime64[D]")), "b": [b"\x00"]})
     pq.write_table(table, tmp_path / "t.parquet")
-    json.dumps(glance([tmp_path / "t.parquet"], show=1).to_json(), allow_nan=False)
+    json.dumps(glance([str(tmp_path / "t.parquet")], show=1).to_json(), allow_nan=False)
 
 
 _VALUES = st.recursive(
@@ -442,7 +437,7 @@ _NAMES = st.sampled_from(["sample_id", "content", "reasoning", "usage", "finish_
 )
 @given(rows=st.lists(st.dictionaries(_NAMES | st.text(max_size=5), _VALUES), max_size=6))
 def test_rows_of_any_shape_are_looked_at_without_a_traceback(tmp_path, rows):
-    report = glance([write_lines(tmp_path / "rows.jsonl", rows)], show=1)
+    report = glance([str(write_lines(tmp_path / "rows.jsonl", rows))], show=1)
     shown(report)
     assert json.loads(json.dumps(report.to_json()))["sets"][0]["rows_read"] == len(rows)
 
@@ -459,6 +454,6 @@ def test_rows_of_any_shape_are_looked_at_without_a_traceback(tmp_path, rows):
 )
 def test_bytes_of_any_kind_are_looked_at_without_a_traceback(tmp_path, start, rest, name):
     (tmp_path / name).write_bytes(start + rest)
-    report = glance([tmp_path / name])
+    report = glance([str(tmp_path / name)])
     json.dumps(report.to_json(), allow_nan=False)
     shown(report)

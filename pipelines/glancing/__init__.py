@@ -1,0 +1,1 @@
+"""What `eyas glance` is made of: places, formats, rows, fields, health, findings, the screen."""
