@@ -23,6 +23,7 @@ from pipelines.prompt_files import PromptFiles, PromptProfile
 from pipelines.recipe import PromptSet, Recipe
 from pipelines.selection.contamination import EvaluationPassages
 from pipelines.selection.draw import Draw, quotas
+from pipelines.selection.near_duplicates import NearDuplicates
 from pipelines.sources.files import SourceFile, columns_of, find_files, read_chunks
 from pipelines.sources.formats import recognise
 from pipelines.sources.row import CHOICES, BadRow, FormatName
@@ -142,21 +143,27 @@ def _prepare_sets(
     held_out = HeldOut()
     maker = PromptMaker(recipe, template, None)
     for one in prompts.evaluation:
-        chooser = Chooser({}, None, building)
+        chooser = Chooser({}, None)
         stage = _SetWork(
             recipe, sources[one.name], building, chooser, limit=None, held_out=held_out
         )
         counts[one.name] = stage.run(partial(map, maker.make))
     passages = held_out.passages(selection.shared_words)
     limits = limits_of(recipe)
-    chooser = Chooser(held_out.said, selection.near_duplicates, building)
     with ExitStack() as stack:
+        chooser = Chooser(held_out.said, near_duplicates(recipe, building, stack))
         work_through = _workers(recipe, template, sources, passages, stack)
         for one in prompts.train:
             limit = limits[one.name]
             stage = _SetWork(recipe, sources[one.name], building, chooser, limit=limit)
             counts[one.name] = stage.run(work_through)
     return {one.name: counts[one.name] for one in _all_sets(recipe)}
+
+
+def near_duplicates(recipe: Recipe, spill: Path, stack: ExitStack) -> NearDuplicates | None:
+    """What finds near duplicates, as long as the stack is open; None where nobody looks."""
+    threshold = recipe.prompts.selection.near_duplicates
+    return None if threshold is None else stack.enter_context(NearDuplicates(threshold, spill))
 
 
 def limits_of(recipe: Recipe) -> dict[str, int | None]:

@@ -6,7 +6,7 @@ part are marked. Copies in the parts that nobody looked at are not foreseen. Not
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelines.errors import BadRecipe
-from pipelines.prepare import Source, checked_template, limits_of, rules_of
+from pipelines.prepare import Source, checked_template, limits_of, near_duplicates, rules_of
 from pipelines.prepare_worker import PromptMaker, Task, Worked
 from pipelines.prompt_choice import Chooser, HeldOut
 from pipelines.recipe import PromptSet, Recipe
@@ -84,15 +84,16 @@ def plan(recipe: Recipe, *, tokens_per_second: float, answer_tokens: int | None)
     """
     template = checked_template(recipe)
     selection, held_out = recipe.prompts.selection, HeldOut()
-    with TemporaryDirectory(prefix="eyas-plan-") as folder:
-        maker, spill = PromptMaker(recipe, template, None), Path(folder)
+    with ExitStack() as stack:
+        spill = Path(stack.enter_context(TemporaryDirectory(prefix="eyas-plan-")))
+        maker = PromptMaker(recipe, template, None)
         evaluation = [
-            _look_at(recipe, one, maker, Chooser({}, None, spill), held_out)
+            _look_at(recipe, one, maker, Chooser({}, None), held_out)
             for one in recipe.prompts.evaluation
         ]
         passages = held_out.passages(selection.shared_words)
         maker = PromptMaker(recipe, template, passages)
-        chooser = Chooser({}, selection.near_duplicates, spill)
+        chooser = Chooser({}, near_duplicates(recipe, spill, stack))
         limits = limits_of(recipe)
         training = [
             _drawn(_look_at(recipe, one, maker, chooser, None), limits[one.name])

@@ -27,14 +27,14 @@ from pipelines.selection.seen import ID_BYTES
 from pipelines.sources.files import Chunk, rows_of
 from pipelines.sources.formats import format_of
 from pipelines.sources.messages import parse_row
-from pipelines.sources.row import BadRow, FormatName, SourceRow, dump_json
+from pipelines.sources.row import BadRow, FormatName, Reason, SourceRow, dump_json
 from pipelines.template import ChatTemplate, NotRendered, Rendered, load_tokenizer
 from pipelines.turns import Turns, asked, first_question, history_rule, render_turns
 
 ID_DIGITS = 2 * ID_BYTES
 NOT_DRAWN = "the recipe draws fewer rows of this set"
-_PROFILED_ROWS = 1000  # of each file, whose language is looked at; later on, one row in
-_PROFILED_EVERY = 32
+_PROFILED_ROWS = 200  # of each file, whose language is looked at; later on, one row in
+_PROFILED_EVERY = 64
 
 # A prompt, and what the driver needs to know of it until all are there.
 PREPARED_SCHEMA = pa.schema(
@@ -87,8 +87,22 @@ class _Wanted:
     """A row that was not refused so far."""
 
     row: SourceRow
+    digest: bytes  # SHA-256 of its messages and tools
     key: int
     cut_at_tool_turn: bool
+
+    def refused(self, reason: Reason, detail: str) -> BadRow:
+        """The row, as one that is no prompt."""
+        return BadRow(self.row.file, self.row.line, reason, detail)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A row that the template could render."""
+
+    want: _Wanted
+    turns: Turns
+    text: str  # `asked_text`
 
 
 class PromptMaker:
@@ -117,17 +131,19 @@ class PromptMaker:
                 rejected.append(found)
             else:
                 wanted.append(found)
-        made: list[tuple[_Wanted, Turns]] = []
-        for want, turns in zip(
-            wanted, self._render([one.row for one in wanted], rules), strict=True
-        ):
-            bad = self._judge(want, turns, rules)
-            if bad is not None:
-                rejected.append(bad)
+        made: list[_Made] = []
+        rendered = self._render([one.row for one in wanted], rules)
+        for want, turns in zip(wanted, rendered, strict=True):
+            if isinstance(turns, NotRendered):
+                rejected.append(want.refused(turns.reason, turns.detail))
+            elif (too_long := self._too_long(want, turns)) is not None:
+                rejected.append(too_long)
             else:
-                assert isinstance(turns, Turns)
-                made.append((want, turns))
-        return self._worked(task, rows, made, rejected)
+                made.append(_Made(want, turns, asked_text(want.row)))
+        if rules.selection is not None:
+            made, left_out = self._select(made, rules.selection)
+            rejected += left_out
+        return self._worked(rules, rows, made, rejected)
 
     def _want(self, row: SourceRow, task: Task) -> _Wanted | BadRow:
         rules, cut = task.rules, False
@@ -136,10 +152,11 @@ class PromptMaker:
         elif rules.turns == "first":
             row = first_question(row)
         seed = 0 if rules.selection is None else rules.selection.seed
-        key = draw_key(seed, rules.name, row.content_sha256)
+        digest = row.content_sha256
+        key = draw_key(seed, rules.name, digest)
         if task.draw_below is not None and key >= task.draw_below:
             return BadRow(row.file, row.line, "not_drawn", NOT_DRAWN)
-        return _Wanted(row, key, cut)
+        return _Wanted(row, bytes.fromhex(digest), key, cut)
 
     def _render(self, rows: list[SourceRow], rules: SetRules) -> list[Turns | NotRendered]:
         """Texts first, then all of them tokenised together; several turns have proofs of theirs."""
@@ -154,43 +171,47 @@ class PromptMaker:
             Turns(one.prompt_ids, [], []) if isinstance(one, Rendered) else one for one in rendered
         ]
 
-    def _judge(self, want: _Wanted, turns: Turns | NotRendered, rules: SetRules) -> BadRow | None:
-        row = want.row
-        if isinstance(turns, NotRendered):
-            return BadRow(row.file, row.line, turns.reason, turns.detail)
+    def _too_long(self, want: _Wanted, turns: Turns) -> BadRow | None:
         tokens, prompts = len(turns.prompt_ids), self._prompts
         # SGLang keeps one position of the context for itself.
-        if tokens + prompts.min_response_tokens + 1 > prompts.context_tokens:
-            detail = (
-                f"{tokens} tokens, a response of {prompts.min_response_tokens} and one more exceed "
-                f"context_tokens {prompts.context_tokens}"
-            )
-            return BadRow(row.file, row.line, "prompt_too_long", detail)
-        if rules.selection is None:
+        if tokens + prompts.min_response_tokens + 1 <= prompts.context_tokens:
             return None
-        return _select(row, tokens, rules.selection, self._passages)
+        detail = (
+            f"{tokens} tokens, a response of {prompts.min_response_tokens} and one more exceed "
+            f"context_tokens {prompts.context_tokens}"
+        )
+        return want.refused("prompt_too_long", detail)
+
+    def _select(self, made: list[_Made], selection: Selection) -> tuple[list[_Made], list[BadRow]]:
+        """What the recipe wants of the usable rows, and the others."""
+        overlaps: Sequence[tuple[str, str] | None] = [None] * len(made)
+        if self._passages is not None:
+            overlaps = self._passages.overlaps([one.text for one in made])
+        kept, left_out = [], []
+        for one, overlap in zip(made, overlaps, strict=True):
+            why = _unwanted(one, selection, overlap)
+            if why is None:
+                kept.append(one)
+            else:
+                left_out.append(one.want.refused(*why))
+        return kept, left_out
 
     def _worked(
-        self, task: Task, rows: int, made: list[tuple[_Wanted, Turns]], rejected: list[BadRow]
+        self, rules: SetRules, rows: int, made: list[_Made], rejected: list[BadRow]
     ) -> Worked:
-        selection, texts = task.rules.selection, [asked_text(want.row) for want, _ in made]
+        selection, every = rules.selection, self._prompts.turns == "every"
         wants_signatures = selection is not None and selection.near_duplicates is not None
-        digests = tuple(bytes.fromhex(want.row.content_sha256) for want, _ in made)
-        records = [
-            _record(want, turns, digest, text, task.rules)
-            for (want, turns), digest, text in zip(made, digests, texts, strict=True)
-        ]
-        every = self._prompts.turns == "every"
-        asked_rows = [asked(want.row)[0] if every else want.row for want, _ in made]
-        by_turn = task.rules.turns == "every"
+        said_rows = [asked(one.want.row)[0] if every else one.want.row for one in made]
         return Worked(
             rows=rows,
-            prompts=pa.RecordBatch.from_pylist(records, PREPARED_SCHEMA),
-            digests=digests,
-            said=tuple(said_by(row, by_turn=by_turn) for row in asked_rows),
-            signatures=signatures(texts) if wants_signatures else None,
+            prompts=pa.RecordBatch.from_pylist(
+                [_record(one, rules) for one in made], PREPARED_SCHEMA
+            ),
+            digests=tuple(one.want.digest for one in made),
+            said=tuple(said_by(row, by_turn=rules.turns == "every") for row in said_rows),
+            signatures=signatures([one.text for one in made]) if wants_signatures else None,
             rejected=tuple(sorted(rejected, key=lambda bad: bad.line)),
-            answer_characters=sum(len(want.row.answer) for want, _ in made),
+            answer_characters=sum(len(one.want.row.answer) for one in made),
         )
 
 
@@ -225,36 +246,30 @@ def _parsed(task: Task) -> Iterator[SourceRow | BadRow]:
             yield parse_row(value, reader, file=task.chunk.file, line=line)
 
 
-def _select(
-    row: SourceRow, tokens: int, selection: Selection, passages: EvaluationPassages | None
-) -> BadRow | None:
-    """What the recipe does not want of the usable rows."""
+def _unwanted(
+    one: _Made, selection: Selection, overlap: tuple[str, str] | None
+) -> tuple[Reason, str] | None:
+    tokens = len(one.turns.prompt_ids)
     if tokens < selection.min_prompt_tokens:
-        detail = f"{tokens} tokens, min_prompt_tokens is {selection.min_prompt_tokens}"
-        return BadRow(row.file, row.line, "prompt_too_short", detail)
+        return "prompt_too_short", f"{tokens} tokens, least are {selection.min_prompt_tokens}"
     if selection.max_prompt_tokens is not None and tokens > selection.max_prompt_tokens:
-        detail = f"{tokens} tokens, max_prompt_tokens is {selection.max_prompt_tokens}"
-        return BadRow(row.file, row.line, "prompt_too_long", detail)
+        return "prompt_too_long", f"{tokens} tokens, most are {selection.max_prompt_tokens}"
     if selection.languages is not None:
-        language = language_of(asked_text(row))
+        language = language_of(one.text)
         if language not in {*selection.languages, *UNTOLD}:
-            return BadRow(row.file, row.line, "other_language", f"it reads as {language}")
-    overlap = None if passages is None else passages.overlap(asked_text(row))
+            return "other_language", f"it reads as {language}"
     if overlap is not None:
         evaluated, passage = overlap
-        detail = f"evaluation prompt {evaluated} has the same words: {passage}"
-        return BadRow(row.file, row.line, "contaminated", detail)
+        return "contaminated", f"evaluation prompt {evaluated} has the same words: {passage}"
     return None
 
 
-def _record(
-    want: _Wanted, turns: Turns, digest: bytes, text: str, rules: SetRules
-) -> dict[str, Any]:
-    row, selection = want.row, rules.selection
+def _record(one: _Made, rules: SetRules) -> dict[str, Any]:
+    want, row, turns, selection = one.want, one.want.row, one.turns, rules.selection
     looked_at = row.line <= _PROFILED_ROWS or want.key % _PROFILED_EVERY == 0
     looked_at |= selection is not None and selection.languages is not None
     return {
-        "sample_id": f"{rules.name}-{digest.hex()[:ID_DIGITS]}",
+        "sample_id": f"{rules.name}-{want.digest.hex()[:ID_DIGITS]}",
         "dataset": rules.name,
         "domain": rules.domain,
         "messages": dump_json(row.messages),
@@ -271,7 +286,7 @@ def _record(
         "line": row.line,
         "draw_key": want.key,
         "cut_at_tool_turn": want.cut_at_tool_turn,
-        "language": language_of(text) if looked_at else None,
+        "language": language_of(one.text) if looked_at else None,
     }
 
 

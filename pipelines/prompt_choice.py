@@ -54,7 +54,8 @@ class HeldOut:
 
     def add(self, worked: Worked, kept: list[int], one: PromptSet) -> None:
         """Take in the kept prompts of a chunk."""
-        for index, row in zip(kept, worked.prompts.take(pa.array(kept, pa.int64())).to_pylist(), strict=True):
+        rows = worked.prompts.take(pa.array(kept, pa.int64())).to_pylist()
+        for index, row in zip(kept, rows, strict=True):
             place = place_of(one, row["file"], row["line"])
             self.said.update(dict.fromkeys(worked.said[index], place))
             messages = json.loads(row["messages"])
@@ -67,15 +68,11 @@ class HeldOut:
 
 
 class Chooser:
-    """Takes the first of several copies. Without a threshold, only of exact ones."""
+    """Takes the first of several copies; without `near`, of exact ones only."""
 
-    def __init__(
-        self, said: Mapping[bytes, str], near_duplicates: float | None, spill: Path
-    ) -> None:
-        self._said = said
-        self._seen, self._places = Seen(), Places()
-        self._near = None if near_duplicates is None else NearDuplicates(near_duplicates, spill)
-        self._near_places = Places()
+    def __init__(self, said: Mapping[bytes, str], near: NearDuplicates | None) -> None:
+        self._said, self._near = said, near
+        self._seen, self._places, self._near_places = Seen(), Places(), Places()
 
     def choose(self, worked: Worked, one: PromptSet) -> tuple[list[int], list[BadRow]]:
         """The prompts of a chunk that are no copies, by their index; and the others.
