@@ -142,7 +142,7 @@ def decode_json(content: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise Refused("invalid_utf8", str(error)) from error
     try:
-        return json.loads(text, object_pairs_hook=_distinct_keys, parse_constant=_no_constant)
+        return _STRICT.decode(text)
     except (ValueError, RecursionError) as error:
         raise Refused("malformed_json", str(error)) from error
 
@@ -168,3 +168,6 @@ def _distinct_keys(pairs: list[tuple[str, Any]]) -> Json:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_distinct_keys, parse_constant=_no_constant)

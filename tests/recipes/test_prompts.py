@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipelines.recipe import load_recipe
-from pipelines.sources.files import read_prompts
+from pipelines.sources.files import columns_of, find_files, read_chunks, rows_of
+from pipelines.sources.formats import recognise
+from pipelines.sources.messages import parse_row
 from pipelines.sources.row import SourceRow
 from pipelines.target import prepare_quickstart_target
 from pipelines.template import ChatTemplate, Rendered, load_tokenizer
@@ -29,6 +31,14 @@ def records(kind):
 
 TRAIN, EVALUATION = records("train"), records("eval")
 EVERY = [*TRAIN, *EVALUATION]
+
+
+def read_prompts(path):
+    files = find_files(str(path))
+    reader = recognise(columns_of(files[0]), file=path.name)
+    for chunk in read_chunks(files, chunk_bytes=1 << 20):
+        for line, value in rows_of(chunk):
+            yield parse_row(value, reader, file=path.name, line=line)
 
 
 def said(record):
@@ -62,7 +72,7 @@ def test_chat_evaluation_is_balanced_over_the_categories():
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_every_line_is_a_usable_source_row(path):
     rows = list(read_prompts(path))
-    assert all(isinstance(row, SourceRow) for row in rows)
+    assert all(isinstance(row, SourceRow) and not row.repairs for row in rows)
     assert len({row.content_sha256 for row in rows}) == len(rows)
     for record, row in zip(
         map(json.loads, path.read_text("utf-8").splitlines()), rows, strict=True
