@@ -120,12 +120,12 @@ def _say_what_it_is(reading: Reading, start: bytes, named: Format | None) -> Non
 def _format_of(start: bytes, named: Format | None) -> Format:
     if start[:4] == b"PAR1":
         return "Parquet"
+    if named == "safetensors" or (start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 1e8):
+        return "safetensors"
     if start[:6] == b"ARROW1" or start[:4] == b"\xff\xff\xff\xff":
         return "Arrow"
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "UTF-16"
-    if named == "safetensors" or (start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 1e8):
-        return "safetensors"
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text[:1] == b"<":
         return "HTML"

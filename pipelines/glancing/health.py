@@ -40,8 +40,8 @@ _NAN = "NaN happened"  # SGLang's word for a stop that it wrote over broken scor
 _HASHES = 4_000_000  # kept in memory; of more, every second, fourth, ...
 _NAMES = 1 << 16
 _TAIL = 240  # characters that are looked at for a phrase said over and over
-_WINDOW = 256  # characters at both ends of a text, and every eighth between, tell it from others
-_STRIDE = 8
+_WINDOW = 128  # characters at both ends of a text, and every 32nd between, tell it from others
+_STRIDE = 32
 _VOCABULARY = 1 << 20  # no tokenizer has so many ids
 
 

@@ -15,6 +15,7 @@ from pipelines.glancing.findings import Finding, found
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".ipc", ".feather", ".safetensors")
 PACKED = (".gz", ".zst", ".bz2", ".xz")
+_BUFFER = 1 << 18  # bytes: long lines come in few pieces
 _WILD = frozenset("*?[")
 
 
@@ -81,9 +82,9 @@ class FileSet:
 def opened(place: Place) -> IO[bytes]:
     """A buffered handle for reading at any place. Raises `OSError`."""
     if isinstance(place, Path):
-        return place.open("rb")
+        return place.open("rb", buffering=_BUFFER)
     stream: Any = place.open()
-    return io.BufferedReader(stream, 1 << 18)
+    return io.BufferedReader(stream, _BUFFER)
 
 
 def suffix_of(name: str) -> str:
