@@ -1,7 +1,9 @@
 """Stage prepare: rows in = prompts + rejected, all or nothing, the same bytes every time."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -404,3 +406,155 @@ def test_rows_in_are_prompts_plus_rejected_from_the_files(bench, rows):
     assert lines == sorted(set(lines))
     assert counts["prompts"] == prompts
     assert sum(counts["rejected"].values()) == len(lines)
+
+
+# Sets as they are found
+
+
+def test_a_folder_of_files_in_several_formats_is_one_set(bench):
+    folder = bench.folder / "found"
+    folder.mkdir()
+    write(folder / "a.jsonl", [{"instruction": f"Name hawk {n}.", "output": "x"} for n in range(3)])
+    talk = [{"from": "human", "value": "Which owl?"}, {"from": "gpt", "value": "The barn owl."}]
+    (folder / "b.json").write_text(json.dumps([{"conversations": talk}]))
+    (folder / "README.md").write_text("about")
+    one = {"name": "birds", "path": str(folder), "domain": "chat"}
+    counts = bench.prepare(prompts__train=[one])["sets"]["birds"]
+    assert (counts["rows"], counts["prompts"]) == (4, 4)
+    assert counts["formats"] == ["alpaca", "sharegpt"]
+    formats = {(row["format"], row["source"]) for row in bench.table("birds").to_pylist()}
+    assert ("sharegpt", "b.json #1") in formats
+
+
+def test_what_was_mended_is_told_by_row_and_counted(bench):
+    turns = [{"from": "gpt", "value": "Hello!"}, {"from": "human", "value": "Which owl?"}]
+    write(bench.train, [{"conversations": turns}, {"conversations": turns[1:]}][:1])
+    one = {"name": "birds", "path": str(bench.train), "domain": "chat"}
+    counts = bench.prepare(prompts__train=[one])["sets"]["birds"]
+    assert counts["repaired"] == {"opening_answer_dropped": 1}
+    (row,) = bench.table("birds").to_pylist()
+    assert json.loads(row["repairs"]) == ["opening_answer_dropped"]
+
+
+def test_tools_are_kept_as_given_beside_the_normalised_ones(bench):
+    write(bench.train, [ask("Which hawk?", tools=[TOOL])])
+    bench.prepare()
+    (row,) = bench.table("birds").to_pylist()
+    assert json.loads(row["tools_given"]) == [TOOL]
+    assert json.loads(row["tools"])[0]["function"]["parameters"]["type"] == "object"
+
+
+# Selection
+
+
+def selection(**changes):
+    chosen = {
+        "seed": 1,
+        "mix": None,
+        "near_duplicates": None,
+        "shared_words": None,
+        "languages": None,
+        "min_prompt_tokens": 1,
+        "max_prompt_tokens": None,
+    }
+    return {**chosen, **changes}
+
+
+LONG = "the quick brown hawk circles over the wide green field and looks for voles at noon"
+
+
+def test_a_cap_draws_by_the_seed_whatever_the_order_and_names_the_rest(bench, monkeypatch):
+    monkeypatch.setattr(stage, "_CHUNK_BYTES", 300)
+    monkeypatch.setattr(stage, "_DRAW_LAG", 2)
+    counts = bench.prepare(prompts__train=[birds(bench.train, cap=7)])["sets"]["birds"]
+    assert (counts["prompts"], counts["rejected"]) == (7, {"not_drawn": 33})
+    drawn = set(bench.table("birds")["sample_id"].to_pylist())
+    aside = bench.table("_rejected/birds.parquet")
+    assert aside["line"].to_pylist() == sorted(aside["line"].to_pylist())
+    lines = bench.train.read_text().splitlines()
+    bench.train.write_text("\n".join(reversed(lines)))
+    bench.prepare(prompts__train=[birds(bench.train, cap=7)])
+    assert set(bench.table("birds")["sample_id"].to_pylist()) == drawn
+    more = birds(bench.train, cap=9)
+    bench.prepare(prompts__train=[more])
+    assert drawn < set(bench.table("birds")["sample_id"].to_pylist())
+    bench.prepare(prompts__train=[more], prompts__selection=selection(seed=2))
+    assert not drawn < set(bench.table("birds")["sample_id"].to_pylist())
+
+
+def test_a_mix_gives_each_set_its_share(bench):
+    owls = write(bench.folder / "owls.jsonl", [ask(f"owl {n}") for n in range(40)])
+    mix = {"rows": 12, "weights": {"birds": 2, "owls": 1}}
+    counts = bench.prepare(
+        prompts__train=[birds(bench.train), {**birds(owls), "name": "owls"}],
+        prompts__selection=selection(mix=mix),
+    )["sets"]
+    assert (counts["birds"]["prompts"], counts["owls"]["prompts"]) == (8, 4)
+
+
+def test_near_duplicates_are_left_out_over_all_sets_and_do_not_stop_the_run(bench):
+    owls = write(bench.folder / "owls.jsonl", [ask(f"{LONG} today"), ask("something else")])
+    write(bench.train, [ask(LONG)])
+    counts = bench.prepare(
+        prompts__train=[birds(bench.train), {**birds(owls), "name": "owls"}],
+        prompts__selection=selection(near_duplicates=0.7),
+    )["sets"]
+    assert counts["owls"]["rejected"] == {"near_duplicate": 1}
+    aside = bench.table("_rejected/owls.parquet").to_pylist()
+    assert f"{bench.train}:1" in aside[0]["detail"]
+
+
+def test_a_prompt_that_shares_a_passage_with_an_evaluation_prompt_is_left_out(bench):
+    write(bench.evaluation, [ask(LONG)])
+    write(bench.train, [ask(f"Tell me: {LONG.title()}, why?"), ask("fine"), ask(LONG)])
+    counts = bench.prepare(prompts__selection=selection(shared_words=8))["sets"]["birds"]
+    assert (counts["prompts"], counts["rejected"]) == (1, {"contaminated": 2})
+
+
+def test_lengths_and_languages_are_chosen(bench):
+    french = "Quelle est la différence entre une buse variable et un faucon crécerelle, en vol ?"
+    english = "What is the difference between a buzzard and a kestrel when they are flying?"
+    write(bench.train, [ask(french), ask(english), ask("hi"), ask("x" * 300)])
+    counts = bench.prepare(
+        prompts__selection=selection(languages=["en"], min_prompt_tokens=25, max_prompt_tokens=200),
+        prompts__on_bad_prompt="reject",
+    )["sets"]["birds"]
+    assert counts["rejected"] == {
+        "other_language": 1,
+        "prompt_too_long": 1,
+        "prompt_too_short": 1,
+    }
+    assert counts["languages"] == {"en": 1.0}
+
+
+def test_the_first_question_is_asked_without_the_sets_answers(bench):
+    write(bench.train, [CONVERSATION])
+    bench.prepare(prompts__turns="first")
+    (row,) = bench.table("birds").to_pylist()
+    assert [one["role"] for one in json.loads(row["messages"])] == ["system", "user"]
+
+
+# Processes
+
+
+def test_processes_make_the_same_bytes(bench, monkeypatch):
+    write(bench.train, [ask(f"question {n}") for n in range(60)] + [{"messages": []}])
+    reject = {"prompts__on_bad_prompt": "reject"}
+    bench.prepare(**reject)
+    first = bench.files()
+    monkeypatch.setattr(stage, "_POOL_BYTES", 0)
+    monkeypatch.setattr(stage, "_CHUNK_BYTES", 500)
+    bench.prepare(**reject)
+    assert bench.files() == first
+
+
+def test_a_process_that_dies_ends_the_stage_and_nothing_is_written(bench, monkeypatch):
+    monkeypatch.setattr(stage, "_POOL_BYTES", 0)
+    monkeypatch.setattr(stage, "work", die)
+    with pytest.raises(PreflightFailed, match="a process that prepares prompts died"):
+        bench.prepare()
+    assert bench.files() == {}
+
+
+def die(_task):
+    os.kill(os.getpid(), signal.SIGKILL)

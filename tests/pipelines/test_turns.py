@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 from pipelines.conversation import Answer, messages_before, next_prompt_ids, turns_of
 from pipelines.errors import PreflightFailed
 from pipelines.recipe import Target, TargetProfile
-from pipelines.sources.messages import parse_row
 from pipelines.sources.row import SourceRow
 from pipelines.target import prepare_quickstart_target
 from pipelines.template import ChatTemplate, NotRendered, load_tokenizer
-from pipelines.turns import Turns, asked, check_history_reasoning, history_rule, render_turns
+from pipelines.turns import (
+    Turns,
+    asked,
+    check_history_reasoning,
+    first_question,
+    history_rule,
+    render_turns,
+)
 from tests.support.chat_styles import STYLES, think_ids, with_style
 
 PLAIN = STYLES["plain"]
@@ -49,12 +55,19 @@ def users(*texts):
 
 
 def row(*messages):
-    found = parse_row({"messages": list(messages)}, file="x.jsonl", line=1)
-    assert isinstance(found, SourceRow)
-    return found
+    return SourceRow("x.jsonl", 1, messages, (), "x.jsonl #1", "unstated")
 
 
 # What is asked
+
+
+def test_only_the_first_question_stays_with_what_came_before_it():
+    system = {"role": "system", "content": "Be brief."}
+    users = [{"role": "user", "content": text} for text in ("one", "two")]
+    answer = {"role": "assistant", "content": "1"}
+    assert first_question(row(system, users[0], answer, users[1])) == row(system, users[0])
+    assert first_question(row(system, answer)) == row(system, answer)
+
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 GREETING = {"role": "assistant", "content": "Hello, I am Eyas."}
