@@ -324,7 +324,7 @@ class _SetWork:
             "tokens_p50": lengths.quantile(0.5),
             "tokens_p90": lengths.quantile(0.9),
             "tokens_max": lengths.max,
-            "lengths": lengths.sparkline(),
+            "lengths": lengths.sparkline(width=10),  # from the shortest to the longest
         }
 
     def _empty(self, seen: str) -> BadRecipe:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -50,6 +51,8 @@ def summarise(
 def render(summary: Summary, console: Console) -> None:
     """Print the tables of a run's end."""
     console.print(_stage_table(summary))
+    if [one.stage for one in summary.stages] == ["prepare"]:
+        _render_prompts(summary.stages[0].counts["sets"], console)
     if summary.evaluation is not None:
         console.print(_acceptance_table(summary.evaluation))
     if summary.draft:
@@ -73,6 +76,35 @@ def _stage_table(summary: Summary) -> Table:
     for result in summary.stages:
         table.add_row(result.stage, headline(result), duration(result.seconds))
     return table
+
+
+def _render_prompts(sets: Mapping[str, Mapping[str, Any]], console: Console) -> None:
+    """What each set's prompts are like, and why rows are none."""
+    table = Table(
+        title="Prompts by set, with the median, 90th percentile and most of their tokens",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("set", "rows", "prompts", "p50", "p90", "max", "lengths", "language"):
+        on_the_left = name in ("set", "lengths", "language")
+        table.add_column(name, justify="left" if on_the_left else "right", no_wrap=True)
+    for name, one in sets.items():
+        language, share = next(iter(one["languages"].items()), ("", 0.0))
+        table.add_row(
+            name,
+            *(f"{one[key]:,}" for key in ("rows", "prompts")),
+            *(f"{one[key]:,}" for key in ("tokens_p50", "tokens_p90", "tokens_max")),
+            one["lengths"],
+            f"{language} {share:.0%}" if language else "",
+        )
+    console.print(table)
+    for name, one in sets.items():
+        for what in ("rejected", "repaired"):
+            if one[what]:
+                ranked = sorted(one[what].items(), key=lambda item: (-item[1], item[0]))
+                told = ", ".join(f"{reason} {count:,}" for reason, count in ranked)
+                console.print(f"{name}: {what} {told}", highlight=False, soft_wrap=True)
 
 
 def headline(result: StageResult) -> str:
