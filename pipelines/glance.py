@@ -21,7 +21,6 @@ from pipelines.glancing.reading import SAMPLE_BYTES, Reading, short
 from pipelines.glancing.render import render as render
 from pipelines.glancing.report import GlanceReport, ResponseGlance, SetGlance, TensorGlance
 from pipelines.glancing.verdict import verdict
-from pipelines.glancing.whole import is_worth_it, look_at_all
 from pipelines.telemetry import duration
 
 _FILES = 64  # of a large set are opened; the others count by their bytes
@@ -131,10 +130,13 @@ def _read(reading: Reading, look: Look) -> Iterable[TensorGlance]:
         from pipelines.glancing.tensors import look_at_tensors  # NumPy takes a while
 
         return look_at_tensors(reading)
-    if is_worth_it(reading):
-        look_at_all(reading, look)
-    else:
-        look.add(reading.rows)
+    if reading.budget is None:
+        from pipelines.glancing.whole import is_worth_it, look_at_all  # so does multiprocessing
+
+        if is_worth_it(reading):
+            look_at_all(reading, look)
+            return ()
+    look.add(reading.rows)
     return ()
 
 

@@ -13,7 +13,7 @@ from pipelines.glancing.reading import At, Row
 
 _PARTS = 10  # of the rows read, in their order
 _SHORT = 40  # characters of a value that may be a category
-_DIFFERENT = 1_000  # values are counted; with more of them it is no category
+_DIFFERENT = 50  # values, each counted; with more of them it is no category
 _TOP = 10
 _NAMED = 5
 _ABSENT = ("missing", "null", "empty")

@@ -23,20 +23,8 @@ from pipelines import glance as shell
 from pipelines.errors import BadRecipe
 from pipelines.glance import glance, render
 from pipelines.glancing.report import GlanceReport, SetGlance
+from tests.support.faulty_files import answer
 from tests.support.good_run import make_good_run
-
-
-def answer(number: int, **changes: Any) -> dict[str, Any]:
-    """A healthy row with the six fields that people of this trade exchange."""
-    row = {
-        "sample_id": f"b1-{number:012x}",
-        "messages": [{"role": "user", "content": f"Question {number}"}],
-        "reasoning": f"First I think about {number}, then about {number + 1}.",
-        "content": f"The answer is {number * 7}.",
-        "finish_reason": "stop",
-        "usage": {"prompt_tokens": 5, "completion_tokens": 20 + number % 40},
-    }
-    return {**row, **changes}
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -241,7 +229,7 @@ def test_the_rows_of_a_large_gzip_are_estimated_from_its_head(tmp_path, monkeypa
 
 
 def test_the_same_rows_look_the_same_in_every_format(tmp_path):
-    rows = [answer(number, output_ids=list(range(20 + number % 40))) for number in range(50)]
+    rows = [answer(number, output_ids=list(range(20 + number % 37))) for number in range(50)]
     table = pa.Table.from_pylist(rows)
     write_lines(tmp_path / "a.jsonl", rows)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
@@ -291,64 +279,6 @@ def test_a_nan_among_tensors_is_a_fault(tmp_path, dtype):
     one = look(path)
     assert names(one) == {"not_finite"}
     assert "fc" in one.findings[0].seen
-
-
-def _cut(path: Path) -> Path:
-    path.write_bytes(path.read_bytes()[:-40])
-    return path
-
-
-def _parquet(path: Path) -> Path:
-    pq.write_table(pa.table({"content": ["x"] * 9}), path)
-    return path
-
-
-def _arrow(path: Path) -> Path:
-    table = pa.table({"content": ["x"] * 9})
-    with pa.ipc.new_file(str(path), table.schema) as writer:
-        writer.write_table(table)
-    return path
-
-
-def _tensors(path: Path) -> Path:
-    save_file({"a": torch.ones(100)}, path)
-    return path
-
-
-def _bytes(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path
-
-
-NOISE = random.Random(3).randbytes(5000)
-UNREADABLE = {
-    "empty": lambda folder: _bytes(folder / "rows.jsonl", b""),
-    "an empty table": lambda folder: _bytes(folder / "rows.parquet", b""),
-    "noise named JSONL": lambda folder: _bytes(folder / "rows.jsonl", NOISE),
-    "noise named JSON": lambda folder: _bytes(folder / "rows.json", NOISE),
-    "noise named Parquet": lambda folder: _bytes(folder / "rows.parquet", NOISE),
-    "noise without a name": lambda folder: _bytes(folder / "rows", NOISE),
-    "half a gzip": lambda folder: _bytes(
-        folder / "rows.jsonl.gz", gzip.compress(NOISE.hex().encode())[:-900]
-    ),
-    "a cut Parquet": lambda folder: _cut(_parquet(folder / "rows.parquet")),
-    "a cut Arrow file": lambda folder: _cut(_arrow(folder / "rows.arrow")),
-    "cut tensors": lambda folder: _cut(_tensors(folder / "w.safetensors")),
-    "half a JSON": lambda folder: _bytes(folder / "rows.json", b'[{"a": 1}, {"a"'),
-    "a table without rows": lambda folder: (
-        pq.write_table(pa.table({"content": pa.array([], pa.string())}), folder / "rows.parquet")
-        or folder / "rows.parquet"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_what_cannot_be_read_is_a_finding_and_no_traceback(tmp_path, name):
-    report = glance([str(UNREADABLE[name](tmp_path))])
-    assert not report.is_healthy
-    assert report.sets[0].findings
-    assert "FAULT" in shown(report)
-    json.dumps(report.to_json(), allow_nan=False)
 
 
 @pytest.mark.parametrize("path", ["nothing.jsonl", "*.parquet"])
