@@ -46,6 +46,7 @@ from pipelines.capture_plan import (
 )
 from pipelines.capture_probe import TOLERANCE, check_batch, check_layers
 from pipelines.errors import PreflightFailed, QualityStop, RunError
+from pipelines.readings import shard_readings
 from pipelines.recipe import Recipe
 from pipelines.schema import response_loss_mask
 from pipelines.store import RunFolder, write_json
@@ -180,6 +181,7 @@ def _capture_missing(
                 logs=run.logs,
                 label="capture",
             ) as fleet:
+                events.figures.servers = fleet.states
                 session = CaptureSession(recipe, run, events, plan, folder)
                 return asyncio.run(session.run(fleet.urls))
         except ServerFailed as error:
@@ -200,7 +202,9 @@ class CaptureSession:
         self._config, self._folder, self._missing = plan.config, folder, plan.missing
         self._layer_ids = plan.config.aux_layer_ids
         total, rest = (sum(one.tokens for one in some) for some in (plan.shards, plan.missing))
-        self._progress = Progress("capture", total=total, done=total - rest, unit="tokens")
+        self._progress = Progress(
+            "capture", total=total, done=total - rest, unit="tokens", figures=events.figures
+        )
         self._may_fail = int(MAX_FAILED_SHARE * sum(one.rows.num_rows for one in plan.shards))
         self._failures = sum(len(part.failed) for part in plan.done.values())
 
@@ -233,6 +237,7 @@ class CaptureSession:
         self._events.append(
             "shard_captured", shard=shard.name, samples=len(rows), tokens=shard.tokens
         )
+        self._events.figures.take(shard_readings(len(rows), len(failed), shard.tokens))
         return part
 
     def _write(

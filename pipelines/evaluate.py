@@ -322,6 +322,7 @@ def _phase(
             logs=run.logs,
             label=f"evaluate-{phase}",
         ) as fleet:
+            events.figures.servers = fleet.states
             measured = asyncio.run(_ask(recipe, run, phase, prompts, fleet.urls))
     except ServerFailed as error:
         raise PreflightFailed(

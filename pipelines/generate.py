@@ -25,8 +25,10 @@ from pipelines.errors import PreflightFailed, QualityStop, RunError
 from pipelines.generate_preflight import admission_of
 from pipelines.generate_watch import Watch
 from pipelines.generate_worker import GenerateWorker, WorkerPlan, permits_per_server
+from pipelines.metrics import Reading
 from pipelines.monitor import Monitor, Stop
 from pipelines.quality_stop import QualityMark, remember_stop, set_aside_suspects
+from pipelines.readings import row_readings
 from pipelines.recipe import Recipe
 from pipelines.row_report import RowReport, reports_in
 from pipelines.segments import commit
@@ -136,6 +138,7 @@ def _servers(recipe: Recipe, run: RunFolder, events: EventLog) -> Iterator[Fleet
             admission=admission_of(recipe, files[:_PROBES]),
             on_event=lambda name, fields: events.append(name, **fields),
         ) as fleet:
+            events.figures.servers = fleet.states
             yield fleet
     except ServerUnfit as error:
         raise PreflightFailed(error.seen, expected=error.expected, change=error.change) from error
@@ -173,7 +176,9 @@ class _Asking:
             return
         total = sum(wanted.total for wanted in self._sets.values())
         held = sum(len(wanted.held) for wanted in self._sets.values())
-        progress = Progress("generate", total=total, done=held, unit="rows")
+        figures = self._events.figures
+        figures.take([Reading("eyas_canary_passed", 0)])
+        progress = Progress("generate", total=total, done=held, unit="rows", figures=figures)
         with _servers(self._recipe, self._run, self._events) as fleet, _mailbox() as mailbox:
             monitor = self._monitor(len(fleet.states()))
             rows = self._recipe.generate.gates.canary_rows
@@ -191,6 +196,7 @@ class _Asking:
             return
         self._is_open = True
         self._events.append("canary_passed")
+        self._events.figures.take([Reading("eyas_canary_passed", 1)])
         rest = {name: wanted.missing() for name, wanted in self._sets.items()}
         self._ask(rest, fleet, mailbox, watch)
 
@@ -220,6 +226,7 @@ class _Asking:
                 wanted.hold([one.sample_id for one in reports if one.dataset == name])
         self.tokens += sum(one.output_tokens for one in reports)
         self.asked += len(reports)
+        self._events.figures.take(row_readings(reports))
 
     def _ask(
         self,

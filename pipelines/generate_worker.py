@@ -35,6 +35,8 @@ from pipelines.conversation import (
 )
 from pipelines.durable_rows import DurableRows
 from pipelines.ledger import Answered, Ledger, Row
+from pipelines.publish import Publisher
+from pipelines.readings import pool_readings
 from pipelines.recipe import Gates, Recipe, Target
 from pipelines.response_row import RowMaker, decoder_of
 from pipelines.row_report import RowReport
@@ -207,11 +209,14 @@ class GenerateWorker:
 
     async def _watch(self) -> None:
         """Follow the servers as they come and go, and stop asking when the tap is closed."""
+        publisher, before = Publisher(self._plan.run.root.name), self._pool.snapshot()
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             try:
                 self._pool.apply(await asyncio.to_thread(self._plan.servers))
                 self._go_on(await asyncio.to_thread(self._plan.report.put, []))
+                publisher.publish(pool_readings(before, now := self._pool.snapshot()))
+                before = now
             except Exception:
                 logger.exception("the driver cannot be reached; going on as before")
 

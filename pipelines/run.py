@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ def _run_stage(
     started = time.monotonic()
     try:
         verb = getattr(importlib.import_module(f"pipelines.{stage}"), stage)
-        with _storage_stops(run):
+        with _storage_stops(run), _publishing(run, events, stage):
             counts = verb(recipe, run, events)
     except BaseException as error:
         events.append("stage_stopped", stage=stage, error=type(error).__name__)
@@ -124,6 +124,14 @@ def _run_stage(
     events.append("stage_finished", stage=stage, seconds=round(seconds, 1))
     logger.info("%s: done in %s", stage, duration(seconds))
     return StageResult(stage, counts, seconds, was_done=False)
+
+
+def _publishing(run: RunFolder, events: EventLog, stage: str) -> AbstractContextManager[None]:
+    if stage not in _NEEDS_RAY:
+        return nullcontext()
+    from pipelines.publish import publishing  # here: a run that is done needs no server's client
+
+    return publishing(run, events, stage)
 
 
 @contextmanager

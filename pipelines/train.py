@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.errors import PreflightFailed, QualityStop, RunError
+from pipelines.readings import step_readings, tally_readings
 from pipelines.recipe import Recipe
 from pipelines.store import RunFolder
 from pipelines.telemetry import EventLog, Progress
@@ -176,7 +177,9 @@ class _Watch:
         self._path, self._total, self._events = path, total, events
         self._step = self._last_step(path)
         self._seen_heldout = self._step
-        self._progress = Progress("train", total=total, done=self._step, unit="steps")
+        self._progress = Progress(
+            "train", total=total, done=self._step, unit="steps", figures=events.figures
+        )
 
     @staticmethod
     def _last_step(path: Path) -> int:
@@ -191,11 +194,13 @@ class _Watch:
                 notes = {"loss": f"{line['loss']:.3f}", "rows/s": f"{line['rows_per_second']:.0f}"}
                 notes |= {"AL": f"{length:.2f}"} if length is not None else {}
                 self._progress.advance(line["step"] - self._step, notes)
+                self._events.figures.take(step_readings(line, line["step"] - self._step))
                 self._step = line["step"]
             elif line["kind"] == "heldout" and line["step"] > self._seen_heldout:
                 self._seen_heldout = line["step"]
                 length = line["overall"]["acceptance_length"]
                 self._events.append("heldout_measured", step=line["step"], acceptance_length=length)
+                self._events.figures.take(tally_readings(line["overall"], "heldout"))
                 if length is not None:
                     logger.info("train  step %d: held-out AL %.3f", line["step"], length)
 

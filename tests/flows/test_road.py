@@ -32,6 +32,21 @@ def test_one_command_goes_from_prompts_to_a_measured_draft(finished):
         assert (run / artefact).stat().st_size > 0
 
 
+def test_every_stage_on_ray_sums_its_figures_up(finished):
+    recipe, _ = finished
+    run = recipe.parent / "run"
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    figures = {one["stage"]: one for one in lines if one["event"] == "figures"}  # the last ones
+    assert figures["generate"]['eyas_rows{dataset="chat",status="ok"}'] == TRAIN_PROMPTS
+    assert figures["generate"]["eyas_canary_passed"] == 1
+    assert figures["generate"]['eyas_progress_done{stage="generate",unit="rows"}'] == TRAIN_PROMPTS
+    assert figures["capture"]['eyas_capture_samples{status="captured"}'] == TRAIN_PROMPTS
+    summary = json.loads((run / "training" / "summary.json").read_bytes())
+    assert figures["train"]["eyas_train_step"] == summary["steps"]
+    assert 'eyas_train_accuracy{split="train",ttt_step="0"}' in figures["train"]
+    assert not (run / "servers.json").exists()
+
+
 def test_a_finished_run_says_so_without_starting_anything(finished):
     recipe, _ = finished
     events = (recipe.parent / "run" / "events.jsonl").read_bytes()
