@@ -1,21 +1,19 @@
-"""Proofs about what is made of responses: features, draft vocabulary, weights, export, evaluation.
-
-Independent of the code that wrote them: names and shapes are written down here once more.
-"""
+"""Proofs about hidden states and the draft vocabulary. See also `draft_proofs`."""
 
 import json
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.proof import Breaks, Broken, Evidence, NotThere, digest_of
+from pipelines.capture_probe import TOLERANCE, check_layers
+from pipelines.errors import PreflightFailed
+from pipelines.proof import Breaks, Broken, Evidence, NotThere, digest_of, load_tensors
 
 _SAMPLED_ROWS_PER_SHARD = 4
+_WITNESSED_ROWS = 4  # spread over all; of each so many tokens, which no later one changes
+_WITNESSED_TOKENS = 256
 
 
 # --- features
@@ -81,7 +79,7 @@ def feature_states(evidence: Evidence) -> str:
         written = json.loads(shard.metadata()["aux_layer_ids"])
         if written != list(profile.aux_layer_ids):
             breaks.add(name, f"layers {written}, the profile says {list(profile.aux_layer_ids)}")
-        width = _hidden_size(evidence)
+        width = evidence.target_number("hidden_size")
         total = shard.get_slice("input_ids").get_shape()[0]
         for part, layers in (("aux", len(profile.aux_layer_ids)), ("last", 1)):
             view = shard.get_slice(part)
@@ -100,6 +98,47 @@ def feature_states(evidence: Evidence) -> str:
                     breaks.add(row["sample_id"], f"{part} holds a token whose state is all zero")
     breaks.raise_if_any()
     return f"{count:,} blocks of states sampled"
+
+
+def feature_targets(evidence: Evidence) -> str:
+    """The target, run once more over a few rows by transformers, gives the stored states."""
+    import torch
+
+    from pipelines.witness import MAX_TARGET_BYTES, Witness, can_witness
+
+    evidence.need("capture")
+    recipe, servers = evidence.recipe, evidence.recipe.capture.servers
+    if evidence.target_number("hidden_size") is None:
+        raise NotThere("the target is out of reach")
+    if not can_witness(recipe.target):
+        raise NotThere(f"the target is larger than {MAX_TARGET_BYTES:,} bytes: not run here")
+    if servers.kind != "embedded":
+        raise NotThere(f"states of a {servers.kind} server have no known tolerance")
+    witness, breaks, worst = Witness(recipe.target, getattr(torch, servers.dtype)), Breaks(), 0.0
+    total = len(_index(evidence))
+    wanted = {n * (total - 1) // max(1, _WITNESSED_ROWS - 1) for n in range(_WITNESSED_ROWS)}
+    at = 0
+    for shard, rows in _shards(evidence):
+        for row in rows:
+            at += 1
+            if at - 1 not in wanted:
+                continue
+            part = slice(row["start"], row["start"] + min(row["length"], _WITNESSED_TOKENS))
+            ids, aux, last = (shard.get_slice(one)[part] for one in ("input_ids", "aux", "last"))
+            try:
+                error = check_layers(
+                    aux,
+                    last,
+                    states=witness.states(ids.tolist()),
+                    aux_layer_ids=recipe.target.profile.aux_layer_ids,
+                    tolerance=TOLERANCE[servers.dtype],
+                )
+            except PreflightFailed as fault:
+                breaks.add(row["sample_id"], fault.seen.replace("the server's", "its"))
+            else:
+                worst = max(worst, error)
+    breaks.raise_if_any()
+    return f"{len(wanted)} rows computed again, off by at most {worst:.2g}"
 
 
 def _index(evidence: Evidence) -> list[dict[str, Any]]:
@@ -142,13 +181,6 @@ def _failed_captures(evidence: Evidence) -> set[str]:
     return {one["sample_id"] for one in json.loads(path.read_bytes())}
 
 
-def _hidden_size(evidence: Evidence) -> int | None:
-    try:
-        return int(evidence.target_config["hidden_size"])
-    except NotThere:
-        return None
-
-
 # --- draft vocabulary
 
 
@@ -156,14 +188,14 @@ def draft_vocabulary(evidence: Evidence) -> str:
     """`d2t` holds ascending offsets, `t2d` marks the same tokens, the size is the recipe's."""
     import torch
 
-    tensors = _vocabulary(evidence)
+    tensors = stored_vocabulary(evidence)
     d2t, t2d, counts = (tensors[name] for name in ("d2t", "t2d", "counts"))
     size = evidence.recipe.draft.draft_vocab_size
     if d2t.dtype != torch.int64 or list(d2t.shape) != [size]:
         raise Broken(f"d2t is {d2t.dtype} {list(d2t.shape)}, the recipe says int64 [{size}]")
     if t2d.dtype != torch.bool or t2d.shape != counts.shape:
         raise Broken(f"t2d is {t2d.dtype} {list(t2d.shape)}, counts are {list(counts.shape)}")
-    vocab_size = _target_vocab_size(evidence)
+    vocab_size = evidence.target_number("vocab_size")
     if vocab_size is not None and len(t2d) != vocab_size:
         raise Broken(f"t2d is made for {len(t2d):,} tokens, the target has {vocab_size:,}")
     used = d2t + torch.arange(size)
@@ -181,7 +213,7 @@ def draft_vocabulary_counts(evidence: Evidence) -> str:
     """The counts are those of the training rows, counted again; the choice follows from them."""
     import torch
 
-    tensors = _vocabulary(evidence)
+    tensors = stored_vocabulary(evidence)
     stored = tensors["counts"]
     counts = torch.zeros_like(stored)
     cut = evidence.recipe.train.max_tokens_per_sample
@@ -210,9 +242,10 @@ def draft_vocabulary_counts(evidence: Evidence) -> str:
     return f"{int(counts.sum()):,} tokens counted again"
 
 
-def _vocabulary(evidence: Evidence) -> dict[str, Any]:
+def stored_vocabulary(evidence: Evidence) -> dict[str, Any]:
+    """`d2t`, `t2d` and the counts that they were chosen by."""
     evidence.need("train")
-    return _load(evidence.run.draft_vocab, {"d2t", "t2d", "counts"})
+    return load_tensors(evidence.run.draft_vocab, {"d2t", "t2d", "counts"})
 
 
 def _heldout(evidence: Evidence) -> set[str]:
@@ -220,270 +253,3 @@ def _heldout(evidence: Evidence) -> set[str]:
 
     share = evidence.recipe.train.heldout_share
     return {one for one in evidence.responses if is_heldout(one, share)}
-
-
-def _target_vocab_size(evidence: Evidence) -> int | None:
-    try:
-        return int(evidence.target_config["vocab_size"])
-    except NotThere:
-        return None
-
-
-# --- weights and export
-
-
-def training_weights(evidence: Evidence) -> str:
-    """What training wrote is complete, finite, and shaped as the recipe's draft."""
-    evidence.need("train")
-    weights = _load(evidence.run.training / "weights.safetensors", set())
-    embedding = {name for name in weights if "embed_tokens" in name}
-    return _compare_weights(evidence, weights, without=set() if embedding else {_EMBEDDING})
-
-
-def export_complete(evidence: Evidence) -> str:
-    """SGLang would read every weight of the file and miss none; its config says the same shapes."""
-    evidence.need("export")
-    tensors = _load(evidence.run.draft / "model.safetensors", {"d2t"})
-    config = _draft_config(evidence)
-    expected = _promised_config(evidence)
-    for name, value in expected.items():
-        if name not in config or config[name] != value:
-            raise Broken(f"config.json: {name} is {config.get(name)!r}, expected {value!r}")
-    weights = {name: one for name, one in tensors.items() if name not in ("d2t", "t2d")}
-    said = _compare_weights(evidence, weights, without=set())
-    kinds = {str(one.dtype).removeprefix("torch.") for one in weights.values()}
-    wanted = {evidence.recipe.train.dtype}
-    if kinds != wanted or config.get("torch_dtype", config.get("dtype")) not in wanted:
-        raise Broken(f"weights are {sorted(kinds)}, the recipe says {sorted(wanted)}")
-    return said
-
-
-def export_vocabulary(evidence: Evidence) -> str:
-    """The exported `d2t` is the one that training used."""
-    import torch
-
-    evidence.need("export")
-    exported = _load(evidence.run.draft / "model.safetensors", {"d2t"})
-    trained = _vocabulary(evidence)
-    for name in ("d2t", "t2d"):
-        if name in exported and not torch.equal(exported[name], trained[name]):
-            raise Broken(f"{name} of the draft is not that of draft_vocab.safetensors")
-    return f"{len(exported['d2t']):,} offsets"
-
-
-def export_embedding(evidence: Evidence) -> str:
-    """The draft's embedding is the target's."""
-    import torch
-
-    evidence.need("export")
-    exported = _load(evidence.run.draft / "model.safetensors", set())
-    own = {_canonical(name): one for name, one in exported.items()}.get(_EMBEDDING)
-    if own is None:
-        raise Broken("the draft holds no embedding")
-    theirs = _target_embedding(evidence).to(own.dtype)
-    if own.shape != theirs.shape:
-        raise Broken(f"the embedding is {list(own.shape)}, the target's {list(theirs.shape)}")
-    if not torch.equal(own, theirs):
-        row = int((own != theirs).any(dim=-1).nonzero()[0])
-        raise Broken(f"the embedding of token {row} is not the target's")
-    return f"{own.shape[0]:,} x {own.shape[1]:,}"
-
-
-_EMBEDDING = "embed_tokens.weight"
-
-
-def _expected_shapes(evidence: Evidence) -> dict[str, list[int]]:
-    """What SGLang 0.5.23 builds (`models/llama_eagle3.py`), by the names of EAGLE's own files."""
-    draft = evidence.recipe.draft
-    wide, inner = draft.hidden_size, draft.intermediate_size
-    queries = draft.num_attention_heads * draft.head_dim
-    keys = draft.num_key_value_heads * draft.head_dim
-    target_wide = evidence.target_config["hidden_size"]
-    aux = len(evidence.recipe.target.profile.aux_layer_ids)
-    return {
-        _EMBEDDING: [evidence.target_config["vocab_size"], wide],
-        "fc.weight": [wide, aux * target_wide],
-        "midlayer.self_attn.q_proj.weight": [queries, 2 * wide],
-        "midlayer.self_attn.k_proj.weight": [keys, 2 * wide],
-        "midlayer.self_attn.v_proj.weight": [keys, 2 * wide],
-        "midlayer.self_attn.o_proj.weight": [wide, queries],
-        "midlayer.mlp.gate_proj.weight": [inner, wide],
-        "midlayer.mlp.up_proj.weight": [inner, wide],
-        "midlayer.mlp.down_proj.weight": [wide, inner],
-        "midlayer.input_layernorm.weight": [wide],
-        "midlayer.hidden_norm.weight": [wide],
-        "midlayer.post_attention_layernorm.weight": [wide],
-        "norm.weight": [wide],
-        "lm_head.weight": [draft.draft_vocab_size, wide],
-    }
-
-
-def _promised_config(evidence: Evidence) -> dict[str, Any]:
-    draft = evidence.recipe.draft
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "hidden_size": draft.hidden_size,
-        "intermediate_size": draft.intermediate_size,
-        "num_attention_heads": draft.num_attention_heads,
-        "num_key_value_heads": draft.num_key_value_heads,
-        "head_dim": draft.head_dim,
-        "draft_vocab_size": draft.draft_vocab_size,
-        "vocab_size": evidence.target_config["vocab_size"],
-        "rms_norm_eps": evidence.target_config["rms_norm_eps"],
-        "tie_word_embeddings": False,
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": list(evidence.recipe.target.profile.aux_layer_ids),
-        },
-    }
-
-
-def _draft_config(evidence: Evidence) -> dict[str, Any]:
-    path = evidence.run.draft / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise Broken(f"draft/config.json cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise Broken("draft/config.json is no mapping")
-    return config
-
-
-def _compare_weights(evidence: Evidence, weights: Mapping[str, Any], *, without: set[str]) -> str:
-    import torch
-
-    expected = {k: v for k, v in _expected_shapes(evidence).items() if k not in without}
-    seen = {_canonical(name): one for name, one in weights.items()}
-    missing, unknown = expected.keys() - seen.keys(), seen.keys() - expected.keys()
-    if missing:
-        raise Broken(f"{min(missing)} is missing; a server would leave it random")
-    if unknown:
-        raise Broken(f"{min(unknown)} is unknown; a server would drop it")
-    for name, shape in expected.items():
-        if list(seen[name].shape) != shape:
-            raise Broken(f"{name} is {list(seen[name].shape)}, expected {shape}")
-        if not bool(torch.isfinite(seen[name]).all()):
-            raise Broken(f"{name} holds a value that is not finite")
-        if len(shape) == 2 and not bool(seen[name].any()):
-            raise Broken(f"{name} is all zero")
-    return f"{len(expected)} weights, {sum(math.prod(s) for s in expected.values()):,} numbers"
-
-
-def _canonical(name: str) -> str:
-    return name.removeprefix("model.").replace("layers.0.", "midlayer.")
-
-
-def _target_embedding(evidence: Evidence) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    folder = Path(evidence.recipe.target.path)
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                    if name.endswith(_EMBEDDING):
-                        return file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise NotThere(f"the target's weights cannot be read: {error}") from error
-    raise NotThere(f"the target is out of reach: no embedding in {folder}")
-
-
-def _load(path: Path, names: set[str]) -> dict[str, Any]:
-    """All tensors of a file. Raises `Broken` if it cannot be read or a name is not in it."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        tensors: dict[str, Any] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise Broken(f"{path.name} cannot be read: {error}") from error
-    if missing := names - tensors.keys():
-        raise Broken(f"{path.name} has no {min(missing)}")
-    return tensors
-
-
-# --- evaluation
-
-
-def evaluation_consistent(evidence: Evidence) -> str:
-    """Every figure follows from its own counters, groups add up, and no output was changed."""
-    from pipelines.recipe import fingerprint
-    from pipelines.store import sha256_of
-
-    evidence.need("evaluate")
-    page = _evaluation(evidence)
-    breaks = Breaks()
-    if page["lossless"] is not True:
-        breaks.add("lossless", f"it is {page['lossless']}: a draft changed an output")
-    for tie in page["numeric_ties"]:
-        if tie.get("is_tie") is not True:
-            breaks.add(tie["sample_id"], "its output changed, and it was no tie")
-    if page["draft_sha256"] != sha256_of(evidence.run.draft / "model.safetensors"):
-        breaks.add("draft_sha256", "another draft was measured than the one in draft/")
-    if page["recipe"] != fingerprint(evidence.recipe, "evaluate"):
-        breaks.add("recipe", "it was measured with another recipe")
-    steps = evidence.recipe.evaluate.draft_steps
-    for kind, groups in page["acceptance"].items():
-        for name, group in groups.items():
-            for fault in _acceptance_faults(group, steps):
-                breaks.add(f"{kind}, {name}", fault)
-        for whole, fault in _sum_faults(groups, page["method"]["overall"]):
-            breaks.add(f"{kind}, {whole}", fault)
-    breaks.raise_if_any()
-    return f"{len(page['acceptance'])} drafts, {page['tokens_compared']:,} tokens unchanged"
-
-
-def _evaluation(evidence: Evidence) -> dict[str, Any]:
-    try:
-        page: dict[str, Any] = json.loads(evidence.run.evaluation.read_bytes())
-    except (OSError, ValueError) as error:
-        raise Broken(f"evaluation.json cannot be read: {error}") from error
-    promised = {"lossless", "numeric_ties", "draft_sha256", "recipe", "acceptance", "method"}
-    if missing := promised - page.keys():
-        raise Broken(f"evaluation.json has no {min(missing)}")
-    return page
-
-
-def _acceptance_faults(group: Mapping[str, Any], steps: int) -> Iterator[str]:
-    histogram, length = group["histogram"], group["acceptance_length"]
-    if len(histogram) != steps + 1:
-        yield f"the histogram has {len(histogram)} counts for {steps} drafted tokens"
-        return
-    verifications = sum(histogram)
-    correct = sum(accepted * count for accepted, count in enumerate(histogram))
-    if (group["verifications"], group["correct_drafts"]) != (verifications, correct):
-        yield (
-            f"{group['correct_drafts']} correct in {group['verifications']} verifications, the "
-            f"histogram says {correct} in {verifications}"
-        )
-    expected = 1 + correct / verifications if verifications else None
-    if not _is_close(length, expected):
-        yield f"acceptance length {length}, its counters say {expected}"
-    if group["interval"] is not None and length is not None:
-        low, high = group["interval"]
-        if not 1 <= low <= high <= steps + 1:
-            yield f"the interval {low} to {high} is impossible"
-    reached = [sum(histogram[step:]) for step in range(steps + 1)]
-    for step, rate in enumerate(group["acceptance_rates"]):
-        said = reached[step + 1] / reached[step] if reached[step] else None
-        if not _is_close(rate, said):
-            yield f"acceptance rate {rate} at step {step}, its counters say {said}"
-
-
-def _sum_faults(groups: Mapping[str, Any], overall: list[str]) -> Iterator[tuple[str, str]]:
-    domains = {name: one for name, one in groups.items() if name not in ("overall", "all_domains")}
-    for whole, members in (("all_domains", set(domains)), ("overall", set(overall))):
-        total: Counter[int] = Counter()
-        for name in members & domains.keys():
-            total.update(dict(enumerate(domains[name]["histogram"])))
-        seen = dict(enumerate(groups[whole]["histogram"]))
-        if any(total[at] != count for at, count in seen.items()):
-            yield whole, "its counters are not the sum of its domains"
-
-
-def _is_close(one: float | None, other: float | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)

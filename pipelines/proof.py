@@ -1,7 +1,7 @@
 """What a proof is made of: the evidence of one run folder, and how a check ends."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -128,6 +128,13 @@ class Evidence:
         inner = config.get("text_config")
         return inner if isinstance(inner, dict) else config
 
+    def target_number(self, key: str) -> int | None:
+        """A number of the target's config; None where the target is out of reach."""
+        try:
+            return int(self.target_config[key])
+        except NotThere:
+            return None
+
     @cached_property
     def tokenizer(self) -> Any:
         """The target's tokenizer. Raises `NotThere` where its folder is out of reach."""
@@ -164,6 +171,31 @@ def parquet_rows(
                     yield path, row
         except (pa.ArrowInvalid, OSError, UnicodeDecodeError, KeyError) as error:
             raise Broken(f"{path.name} cannot be read: {error}") from error
+
+
+def load_tensors(path: Path, names: Set[str] = frozenset()) -> dict[str, Any]:
+    """All tensors of a file. Raises `Broken` if it cannot be read or a name is not in it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors: dict[str, Any] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise Broken(f"{path.name} cannot be read: {error}") from error
+    if missing := names - tensors.keys():
+        raise Broken(f"{path.name} has no {min(missing)}")
+    return tensors
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """The object that a file holds. Raises `Broken` where it holds none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise Broken(f"{path.name} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise Broken(f"{path.name} is no mapping")
+    return value
 
 
 def digest_of(*id_lists: Sequence[int] | np.ndarray) -> bytes:

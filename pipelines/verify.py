@@ -13,11 +13,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pipelines import artefact_proofs, row_proofs
-from pipelines.errors import BadRecipe
-from pipelines.proof import Breaks, Broken, Check, Evidence, NotThere, read_stages
-from pipelines.recipe import fingerprint, load_recipe
-from pipelines.store import RunFolder, sha256_of, stage_files
+from pipelines import (
+    artefact_proofs,
+    draft_proofs,
+    evaluation_proofs,
+    row_proofs,
+    run_proofs,
+)
+from pipelines.proof import Breaks, Broken, Check, Evidence, NotThere
+from pipelines.response_proofs import RESPONSE_CHECKS, judging, response_rows
+from pipelines.store import RunFolder
 
 # What a file can hold where a promise said otherwise: a key that is missing, another type.
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
@@ -75,61 +80,6 @@ def render(report: VerifyReport, console: Console) -> None:
         )
 
 
-# --- the folder
-
-
-def _recipe(evidence: Evidence) -> str:
-    """The recipe is readable, and is the one that every finished stage was made with."""
-    if not evidence.run.recipe.exists():
-        if evidence.stages:
-            raise Broken("recipe.yaml is missing, though stages are recorded as done")
-        raise NotThere("not there yet: no stage was started")
-    try:
-        recipe = load_recipe(evidence.run.recipe)
-    except BadRecipe as error:
-        raise Broken(error.seen) from error
-    for stage, entry in evidence.stages.items():
-        if entry["fingerprint"] != fingerprint(recipe, stage):
-            raise Broken(f"{stage} was made with another recipe than recipe.yaml")
-    return f"{recipe.name}, {len(evidence.stages)} stages made with it"
-
-
-def _manifest_files(evidence: Evidence) -> str:
-    """Every listed file is there, with its checksum."""
-    stages = read_stages(evidence.run)
-    if not stages:
-        raise NotThere("not there yet: no stage is recorded as done")
-    breaks, count = Breaks(), 0
-    for entry in stages.values():
-        for name, promised in entry["files"].items():
-            count += 1
-            path = evidence.run.locate(name)
-            if not path.is_file():
-                breaks.add(name, "it is listed, and is missing")
-            elif path.stat().st_size != promised["bytes"]:
-                breaks.add(name, f"{path.stat().st_size} bytes, {promised['bytes']} were listed")
-            elif sha256_of(path) != promised["sha256"]:
-                breaks.add(name, "its sha256 is not the one listed")
-    breaks.raise_if_any()
-    return f"{count:,} files"
-
-
-def _manifest_complete(evidence: Evidence) -> str:
-    """No file lies among the committed ones that no stage has listed."""
-    stages = read_stages(evidence.run)
-    if not stages:
-        raise NotThere("not there yet: no stage is recorded as done")
-    breaks, count = Breaks(), 0
-    for stage, entry in stages.items():
-        for path in stage_files(evidence.run, stage):
-            count += 1
-            name = evidence.run.name_of(path)
-            if name not in entry["files"]:
-                breaks.add(name, f"it lies among the files of {stage}, which did not list it")
-    breaks.raise_if_any()
-    return f"{count:,} files"
-
-
 # --- rows
 
 
@@ -138,11 +88,11 @@ def _response_checks(evidence: Evidence) -> Iterable[Check]:
     started = time.monotonic()
 
     def ends(outcome: Any, detail: Callable[[str], str]) -> list[Check]:
-        seconds = round((time.monotonic() - started) / len(row_proofs.RESPONSE_CHECKS), 3)
-        return [Check(name, outcome, detail(name), seconds) for name in row_proofs.RESPONSE_CHECKS]
+        seconds = round((time.monotonic() - started) / len(RESPONSE_CHECKS), 3)
+        return [Check(name, outcome, detail(name), seconds) for name in RESPONSE_CHECKS]
 
     try:
-        breaks = row_proofs.response_rows(evidence)
+        breaks = response_rows(evidence)
     except NotThere as reason:
         said = str(reason)
         return ends("skipped", lambda _: said)
@@ -151,7 +101,7 @@ def _response_checks(evidence: Evidence) -> Iterable[Check]:
         return ends("failed", lambda _: said)
     if not evidence.rows_walked:
         return ends("skipped", lambda _: "not there yet: no committed responses")
-    checks = ends("passed", lambda name: row_proofs.RESPONSE_CHECKS[name])
+    checks = ends("passed", lambda name: RESPONSE_CHECKS[name])
     return [_closed(check, breaks[check.name]) for check in checks]
 
 
@@ -199,6 +149,16 @@ def _decoding(evidence: Evidence) -> str:
     return row_proofs.decoding(evidence, lambda row: derived_columns(reader, row))
 
 
+def _gates(evidence: Evidence) -> str:
+    """The recipe's gates, asked once more, give a reply the status and the flags that it has."""
+    from pipelines.response_row import RowMaker, decoder_of
+
+    recipe = evidence.recipe
+    decode = decoder_of(evidence.tokenizer)
+    maker = RowMaker(recipe.target.profile, recipe.generate.gates, decode)
+    return judging(evidence, maker)
+
+
 # --- one check
 
 
@@ -219,9 +179,11 @@ def _check(name: str, proof: Callable[[Evidence], str], evidence: Evidence) -> C
 
 
 _BEFORE: dict[str, Callable[[Evidence], str]] = {
-    "recipe": _recipe,
-    "manifest: files": _manifest_files,
-    "manifest: complete": _manifest_complete,
+    "recipe": run_proofs.recipe_is_the_runs,
+    "manifest: files": run_proofs.manifest_files,
+    "manifest: complete": run_proofs.manifest_complete,
+    "events": run_proofs.events,
+    "no code, no keys": run_proofs.nothing_dangerous,
     "schemas": row_proofs.schemas,
     "prompts: conservation": row_proofs.prompts_conserved,
     "prompts: unique": row_proofs.prompt_ids_are_unique,
@@ -231,14 +193,20 @@ _BEFORE: dict[str, Callable[[Evidence], str]] = {
 }
 _AFTER: dict[str, Callable[[Evidence], str]] = {
     "responses: decoding": _decoding,
+    "responses: gates": _gates,
     "features: index": artefact_proofs.feature_index,
     "features: rows": artefact_proofs.feature_rows,
     "features: states": artefact_proofs.feature_states,
+    "features: target": artefact_proofs.feature_targets,
     "draft vocabulary": artefact_proofs.draft_vocabulary,
     "draft vocabulary: counts": artefact_proofs.draft_vocabulary_counts,
-    "training: weights": artefact_proofs.training_weights,
-    "export: weights": artefact_proofs.export_complete,
-    "export: vocabulary": artefact_proofs.export_vocabulary,
-    "export: embedding": artefact_proofs.export_embedding,
-    "evaluation": artefact_proofs.evaluation_consistent,
+    "training: weights": draft_proofs.training_weights,
+    "training: checkpoints": draft_proofs.training_checkpoints,
+    "training: metrics": draft_proofs.training_metrics,
+    "export: weights": draft_proofs.export_complete,
+    "export: values": draft_proofs.export_values,
+    "export: vocabulary": draft_proofs.export_vocabulary,
+    "export: embedding": draft_proofs.export_embedding,
+    "export: load-back": draft_proofs.export_loads_back,
+    "evaluation": evaluation_proofs.evaluation_consistent,
 }

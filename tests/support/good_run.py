@@ -26,6 +26,7 @@ from pipelines.evaluate import (
     read_prompts,
     summarise,
 )
+from pipelines.generate_worker import row_seed
 from pipelines.prepare import prepare
 from pipelines.recipe import Recipe, dump_recipe, fingerprint, load_recipe
 from pipelines.response_row import RowMaker, decoder_of
@@ -34,10 +35,13 @@ from pipelines.segments import SegmentWriter, commit
 from pipelines.store import RunFolder, record_stage, write_json, write_parquet
 from pipelines.telemetry import EventLog
 from pipelines.template import load_tokenizer
+from pipelines.witness import Witness
 from tests.support.road import write_recipe
 from tests.support.tiny_target import EOS_ID, LAYERS
 from training import draft_vocab
 from training.acceptance import Counters
+from training.checkpoint import Snapshot
+from training.checkpoint import save as save_checkpoint
 from training.config import DraftConfig
 from training.export import draft_shapes, write_draft
 from training.features import FeatureRow, FeatureStore, write_shard
@@ -109,7 +113,8 @@ def _row(
     maker: RowMaker, sampling: Sampling, prompt: dict, number: int, chooser: random.Random
 ) -> dict:
     cap = sampling.max_new_tokens
-    params = sampling_params(sampling, max_new_tokens=cap, seed=number, stop_token_ids=[EOS_ID])
+    seed = row_seed(sampling.seed, prompt["sample_id"])
+    params = sampling_params(sampling, max_new_tokens=cap, seed=seed, stop_token_ids=[EOS_ID])
     place = {"server": "http://127.0.0.1:1", "attempt": 1, "queued_ms": 3, "latency_ms": 90}
     if number < FAILED_PROMPTS:
         outcome = Failed("deadline", "no reply within 330 s", **place)
@@ -138,9 +143,9 @@ def _row(
 
 
 def _capture(recipe: Recipe, run: RunFolder, _events: EventLog) -> dict:
-    profile, width = recipe.target.profile, _target_config(recipe)["hidden_size"]
+    profile = recipe.target.profile
+    witness = Witness(recipe.target, torch.float32)
     table = read_responses(run, [one.name for one in recipe.prompts.train])
-    noise = torch.Generator().manual_seed(3)
     parts, tokens = [], 0
     size = recipe.capture.samples_per_shard
     for number, start in enumerate(range(0, table.num_rows, size)):
@@ -149,9 +154,8 @@ def _capture(recipe: Recipe, run: RunFolder, _events: EventLog) -> dict:
             ids = row["prompt_ids"] + row["output_ids"]
             tokens += len(ids)
             mask = response_loss_mask(len(row["prompt_ids"]), len(row["output_ids"]))
-            wide = (1 + len(profile.aux_layer_ids)) * width
-            states = torch.randn(len(ids), wide, generator=noise)
-            aux, last = states.bfloat16().split([wide - width, width], dim=1)
+            states = [state.bfloat16() for state in witness.states(ids)]
+            aux = torch.cat([states[layer + 1] for layer in profile.aux_layer_ids], dim=1)
             rows.append(
                 FeatureRow(
                     row["sample_id"],
@@ -160,7 +164,7 @@ def _capture(recipe: Recipe, run: RunFolder, _events: EventLog) -> dict:
                     torch.tensor(ids),
                     torch.tensor(mask),
                     aux,
-                    last,
+                    states[-1],
                 )
             )
         name = f"shard-{number:05d}.safetensors"
@@ -183,10 +187,15 @@ def _train(recipe: Recipe, run: RunFolder, _events: EventLog) -> dict:
     draft_vocab.save(vocab, run.draft_vocab)
     noise = torch.Generator().manual_seed(4)
     weights = {
-        name: 0.02 * torch.randn(shape, generator=noise)
+        # Large enough that a draft which computes otherwise says something else.
+        name: (len(shape) == 1) + 0.2 * torch.randn(shape, generator=noise)
         for name, shape in draft_shapes(config).items()
         if name != "embed_tokens.weight"
     }
+    moments = {name: torch.full_like(one, 1e-3) for name, one in weights.items()}
+    for step in (STEPS - 5, STEPS):
+        made = Snapshot(step, "made-up", 0.1 * step, weights, moments, moments, weights)
+        save_checkpoint(run.checkpoints, made, kept=2)
     run.training.mkdir()
     save_file(weights, run.training / "weights.safetensors")
     (run.training / "draft_config.json").write_text(config.model_dump_json())
