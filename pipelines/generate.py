@@ -21,6 +21,7 @@ from actors.fleet import Fleet, running_servers
 from actors.launch import EngineOptions
 from actors.mailbox import Mailbox
 from pipelines.calls import Places, call_shape
+from pipelines.collector import rare_collections
 from pipelines.errors import PreflightFailed, QualityStop, RunError
 from pipelines.generate_preflight import admission_of
 from pipelines.generate_watch import Watch
@@ -185,7 +186,7 @@ class _Asking:
             watch = Watch(
                 mailbox, monitor, progress, fleet.check, self._count, stride=max(1, rows // 2)
             )
-            with watch:
+            with watch, rare_collections():
                 self._ask(self._canary(len(fleet.states())), fleet, mailbox, watch)
                 self._ask_the_rest(fleet, mailbox, watch)
             if watch.stop is not None:

@@ -24,6 +24,7 @@ from actors.pool import Completed, Failed, Pool
 from actors.preflight import model_context_tokens
 from actors.protocol import GenerateRequest, sampling_params
 from pipelines.calls import PromptReader
+from pipelines.collector import rare_collections
 from pipelines.conversation import (
     NO_ROOM,
     Answer,
@@ -186,6 +187,7 @@ class GenerateWorker:
     async def _enter(self) -> None:
         plan = self._plan
         self._stack = AsyncExitStack()
+        self._stack.enter_context(rare_collections())
         self._pool = await self._stack.enter_async_context(
             Pool(
                 (),
