@@ -134,7 +134,8 @@ def _weights_in_words(weights: Weights) -> str:
 
 
 def _profile(tokenizer: Any, recipe: Recipe) -> str:
-    from pipelines.template import check_profile, read_target_config
+    from pipelines.profile_checks import check_profile
+    from pipelines.template import read_target_config
 
     profile = recipe.target.profile
     check_profile(tokenizer, profile, read_target_config(Path(recipe.target.path)))

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from pipelines.errors import BadRecipe, PreflightFailed
 from pipelines.prepare_worker import PromptMaker, SetRules, Task, Worked, start_worker, work
+from pipelines.profile_checks import check_profile
 from pipelines.prompt_choice import Chooser, HeldOut, place_of
 from pipelines.prompt_files import PromptFiles, PromptProfile
 from pipelines.recipe import PromptSet, Recipe
@@ -31,7 +32,6 @@ from pipelines.store import RunFolder
 from pipelines.telemetry import EventLog, Progress
 from pipelines.template import (
     ChatTemplate,
-    check_profile,
     load_tokenizer,
     read_target_config,
     text_config,

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.errors import PreflightFailed
+from pipelines.profile_checks import check_profile
 from pipelines.recipe import ChannelMarkers, Target, TargetProfile, ToolMarkers
 from pipelines.sources.messages import parse_row
 from pipelines.sources.row import SourceRow
@@ -19,7 +20,6 @@ from pipelines.template import (
     ChatTemplate,
     NotRendered,
     Rendered,
-    check_profile,
     load_tokenizer,
     read_target_config,
     special_tokens,
