@@ -40,8 +40,8 @@ BARS: dict[str, Bar | None] = {
 }
 GROUPS = ("sample", "full")
 _LOOK_EVERY_SECONDS = 0.05
-_GLANCES = 5
-_READS = 2
+_GLANCES = 3  # of a turn
+_TURNS = 3
 _TEXTS = 500
 _WORDS = 700  # of a text; a row has three
 
@@ -66,13 +66,14 @@ def measure(options: Options) -> dict[str, float]:
         large, small = Path(name, "large.jsonl"), Path(name, "small.jsonl")
         write_responses(large, size)
         write_responses(small, size // 10)
-        command = [sys.executable, "-c", _ASK, QUESTIONS.format(path=large)]
-        read = min(seconds_of(command) for _ in range(_READS))
-        logger.info("DuckDB reads %.1f MB in %.2f s", large.stat().st_size / 1e6, read)
+        turns = [measure_once(large, small, options) for _ in range(_TURNS)]
+        best = {name: min(turn[name] for turn in turns) for name in turns[0]}
+        logger.info("%.1f MB, seconds: %s", large.stat().st_size / 1e6, best)
         if options.wants("sample"):
-            figures |= sample(large, small, read)
+            figures["full_read_over_glance"] = best["read"] / best["glance"]
+            figures["growth"] = best["glance"] / best["glance of a tenth"]
         if options.wants("full"):
-            figures["full_vs_duckdb"] = read / min(glance(large, "--full") for _ in range(_READS))
+            figures["full_vs_duckdb"] = best["read"] / best["full"]
         figures["peak_mib"] = max(
             peak_bytes(command_of(large, *more)) / 2**20
             for group, more in (("sample", ()), ("full", ("--full",)))
@@ -81,12 +82,16 @@ def measure(options: Options) -> dict[str, float]:
     return figures
 
 
-def sample(large: Path, small: Path, read: float) -> dict[str, float]:
-    """The plain glance, on both files by turns."""
-    pairs = [(glance(large), glance(small)) for _ in range(_GLANCES)]
-    slow, fast = (min(times) for times in zip(*pairs, strict=True))
-    logger.info("glance: %.3f s, on a tenth %.3f s", slow, fast)
-    return {"full_read_over_glance": read / slow, "growth": slow / fast}
+def measure_once(large: Path, small: Path, options: Options) -> dict[str, float]:
+    """Seconds of every command, one after the other: a machine's pace drifts."""
+    question = [sys.executable, "-c", _ASK, QUESTIONS.format(path=large)]
+    seconds = {"read": seconds_of(question)}
+    if options.wants("full"):
+        seconds["full"] = glance(large, "--full")
+    if options.wants("sample"):
+        for name, path in (("glance", large), ("glance of a tenth", small)):
+            seconds[name] = min(glance(path) for _ in range(_GLANCES))
+    return seconds
 
 
 def glance(path: Path, *more: str) -> float:
