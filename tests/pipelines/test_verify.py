@@ -15,7 +15,8 @@ from pipelines.cli import app
 from pipelines.recipe import load_recipe
 from pipelines.store import RunFolder, sha256_of
 from pipelines.verify import VerifyReport, render, verify
-from tests.support.corruptions import CORRUPTIONS, committed, draft, edit_rows, reseal, shard
+from tests.support.corruption_table import CORRUPTIONS
+from tests.support.corruptions import committed, draft, edit_rows, reseal, shard
 from tests.support.good_run import make_good_run, write_segments
 
 
