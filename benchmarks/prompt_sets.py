@@ -162,10 +162,10 @@ def _sharegpt(w: Writer, number: int) -> Json:
 
 def _swe_agent(w: Writer, number: int) -> Json:
     steps: list[Json] = [
-        {"role": "system", "text": None, "system_prompt": w.text(3000)},
-        {"role": "user", "text": w.text(2500)},
+        {"role": "system", "text": None, "system_prompt": w.text(2500)},
+        {"role": "user", "text": w.text(2000)},
     ]
-    for _ in range(4 + w.number(10)):
+    for _ in range(2 + w.number(6)):
         steps.append({"role": "ai", "text": w.text(400)})
         steps.append({"role": "user", "text": w.text(1200)})
     steps.append({"role": "ai", "text": w.text(300)})

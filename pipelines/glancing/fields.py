@@ -50,18 +50,20 @@ class Profile:
             self._head.append(kinds)
         self._tail.append(kinds)
 
-    def _walk(self, row: Row, prefix: str, kinds: dict[str, str], depth: int) -> None:
+    def _walk(
+        self, row: Row, prefix: str, kinds: dict[str, str], depth: int, top: int | None = None
+    ) -> None:
         for key, value in row.items():
             name = prefix + key if isinstance(key, str) else f"{prefix}{key}"
             kinds[name] = kind = kind_of(value)
             if name not in self._kinds:
                 self._kinds[name] = Counter()
-                top = self._places[name.split(".", 1)[0]][0] if depth else len(self._kinds)
-                self._places[name] = (top, depth)
+                self._places[name] = (len(self._kinds) if top is None else top, depth)
             if self._examples is not None and kind not in ("null", "empty"):
                 self._examples.setdefault(name, _shorten(value))
             if kind == "object" and depth < _DEEP - 1 and len(self._kinds) < _MANY:
-                self._walk(value, f"{name}.", kinds, depth + 1)
+                place = self._places[name][0]
+                self._walk(value, f"{name}.", kinds, depth + 1, place)
 
     def merge(self, later: "Profile") -> None:
         """Add the rows of a later part of the same file."""
