@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-BENCHMARKS := generation chaos glance
+BENCHMARKS := generation chaos prepare glance
 ARGS ?=
 
 .PHONY: help install quickstart test conformance bench lint fix target clean

@@ -62,7 +62,7 @@ class Prepared:
 
 def measure(options: Options) -> dict[str, float]:
     """All figures."""
-    few, many = (2_000, 6_000) if options.short else (10_000, 100_000)
+    few, many = (4_000, 8_000) if options.short else (10_000, 100_000)
     prepare_quickstart_target()
     with tempfile.TemporaryDirectory(prefix="eyas-prepare-") as name:
         runs = {rows: prepare(Path(name) / str(rows), rows) for rows in (few, many)}
