@@ -1,8 +1,9 @@
 """What `eyas prepare` costs beside the tokenizer alone: `python benchmarks/prepare.py [--short]`.
 
-Eight sets in eight forms and five kinds of files (`prompt_sets.py`), 100,000 rows, prepared with the
-real command for SmolLM2-135M-Instruct: read, recognised, normalised, checked, copies removed (near
-ones too), compared with evaluation prompts, rendered, tokenised, proved by decoding, sorted, written.
+Eight sets in eight forms and five kinds of files (`prompt_sets.py`), 100,000 rows, prepared with
+the real command for SmolLM2-135M-Instruct: read, recognised, normalised, checked, copies removed
+(near ones too), compared with evaluation prompts, rendered, tokenised, proved by decoding, sorted,
+written.
 
 * vs_tokenizer: seconds that the tokenizers library takes for the texts of the same prompts, in
   batches on all cores, over the command's seconds, its start included.

@@ -1,8 +1,8 @@
 """Eight sets of made-up rows, each in the form and file type of a set that people train on.
 
-The words are those of the training prompts in `recipes/prompts`, sentence by sentence, put together anew for
-each row; lengths are lognormal around medians of our own choice. Rows of a set share no more than
-their sentences, so that copies are rare; a few rows are broken on purpose.
+The words are those of the training prompts in `recipes/prompts`, sentence by sentence, put together
+anew for each row; lengths are lognormal around medians of our own choice. Rows of a set share no
+more than their sentences, so that copies are rare; a few rows are broken on purpose.
 """
 
 import gzip

@@ -250,12 +250,15 @@ class _SetWork:
         self._draw = None if self.limit is None else Draw(self.limit)
         self._below: list[int | None] = []  # after each chunk: what the draw can still take
         files = PromptFiles(self.building, self.source.set.name)
+        size = sum(file.size for file in self.source.files)
+        progress = Progress(f"prepare {self.source.set.name}", total=size, unit="bytes")
         with ExitStack() as stack:
             stack.callback(files.close)
             for worked in work_through(self._tasks()):
                 kept, bad = self._choose(worked)
                 files.set_aside(sorted(bad, key=lambda row: row.line))
                 files.add(worked.prompts.take(pa.array(kept, pa.int64())))
+                progress.advance(worked.read_bytes, {"rows": f"{self.rows:,}"})
             if not self.rows:
                 raise self._empty("no rows")
             profile = files.finish(
@@ -266,13 +269,10 @@ class _SetWork:
 
     def _tasks(self) -> Iterator[Task]:
         one = self.source.set
-        size = sum(file.size for file in self.source.files)
-        progress = Progress(f"prepare {one.name}", total=size, unit="bytes")
         for number, chunk in enumerate(read_chunks(self.source.files, chunk_bytes=_CHUNK_BYTES)):
             rules = rules_of(self.recipe, one, self.source.formats[chunk.file])
             seen = number - _DRAW_LAG
             yield Task(chunk, rules, self._below[seen] if seen >= 0 else None)
-            progress.advance(chunk.read_bytes, {"rows": f"{self.rows:,}"})
 
     def _choose(self, worked: Worked) -> tuple[list[int], list[BadRow]]:
         kept, copies = self.chooser.choose(worked, self.source.set)

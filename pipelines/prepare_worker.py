@@ -74,6 +74,7 @@ class Worked:
     """What became of a chunk: rows = prompts + rejected."""
 
     rows: int
+    read_bytes: int  # of the chunk's file, for the chunk
     prompts: pa.RecordBatch  # PREPARED_SCHEMA, in order
     digests: tuple[bytes, ...]  # of each prompt: SHA-256 of its messages and tools
     said: tuple[tuple[bytes, ...], ...]  # of each prompt: what its turns say, see `said_by`
@@ -143,7 +144,7 @@ class PromptMaker:
         if rules.selection is not None:
             made, left_out = self._select(made, rules.selection)
             rejected += left_out
-        return self._worked(rules, rows, made, rejected)
+        return self._worked(task, rows, made, rejected)
 
     def _want(self, row: SourceRow, task: Task) -> _Wanted | BadRow:
         rules, cut = task.rules, False
@@ -196,14 +197,14 @@ class PromptMaker:
                 left_out.append(one.want.refused(*why))
         return kept, left_out
 
-    def _worked(
-        self, rules: SetRules, rows: int, made: list[_Made], rejected: list[BadRow]
-    ) -> Worked:
-        selection, every = rules.selection, self._prompts.turns == "every"
+    def _worked(self, task: Task, rows: int, made: list[_Made], rejected: list[BadRow]) -> Worked:
+        rules, every = task.rules, self._prompts.turns == "every"
+        selection = rules.selection
         wants_signatures = selection is not None and selection.near_duplicates is not None
         said_rows = [asked(one.want.row)[0] if every else one.want.row for one in made]
         return Worked(
             rows=rows,
+            read_bytes=task.chunk.read_bytes,
             prompts=pa.RecordBatch.from_pylist(
                 [_record(one, rules) for one in made], PREPARED_SCHEMA
             ),

@@ -47,6 +47,7 @@ def worked(*texts: str, file: str = "birds.jsonl") -> Worked:
     ]
     return Worked(
         rows=len(rows),
+        read_bytes=0,
         prompts=pa.RecordBatch.from_pylist(rows, PREPARED_SCHEMA),
         digests=digests,
         said=tuple((digest[:16],) for digest in digests),
@@ -120,7 +121,7 @@ def test_held_out_passages_are_of_what_is_asked_alone():
 
 
 def test_a_chunk_without_prompts_is_chosen_from_too(tmp_path):
-    empty = Worked(3, pa.RecordBatch.from_pylist([], PREPARED_SCHEMA), (), (), None, (), 0)
+    empty = Worked(3, 0, pa.RecordBatch.from_pylist([], PREPARED_SCHEMA), (), (), None, (), 0)
     with NearDuplicates(0.8, tmp_path) as near:
         assert Chooser({}, near).choose(empty, BIRDS) == ([], [])
     assert np.array_equal(signatures(["a"]), signatures(["a"]))
