@@ -5,9 +5,9 @@ import os
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -147,16 +147,21 @@ def _prepare_sets(
         stage = _SetWork(
             recipe, sources[one.name], building, chooser, limit=None, held_out=held_out
         )
-        counts[one.name] = stage.run(partial(map, maker.make))
+        stage.work(partial(map, maker.make))
+        counts[one.name] = stage.finish()
     passages = held_out.passages(selection.shared_words)
     limits = limits_of(recipe)
     with ExitStack() as stack:
+        writer = stack.enter_context(ThreadPoolExecutor(1))  # of a set, while the next is read
         chooser = Chooser(held_out.said, near_duplicates(recipe, building, stack))
         work_through = _workers(recipe, template, sources, passages, stack)
+        written: dict[str, Future[dict[str, Any]]] = {}
         for one in prompts.train:
             limit = limits[one.name]
             stage = _SetWork(recipe, sources[one.name], building, chooser, limit=limit)
-            counts[one.name] = stage.run(work_through)
+            stage.work(work_through)
+            written[one.name] = writer.submit(stage.finish)
+        counts |= {name: one.result() for name, one in written.items()}
     return {one.name: counts[one.name] for one in _all_sets(recipe)}
 
 
@@ -245,27 +250,32 @@ class _SetWork:
     rows: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
-    def run(self, work_through: _WorkThrough) -> dict[str, Any]:
-        """Work through the source; write the parts and the rejected rows; return the counts."""
+    def work(self, work_through: _WorkThrough) -> None:
+        """Work through the source."""
         self._draw = None if self.limit is None else Draw(self.limit)
         self._below: list[int | None] = []  # after each chunk: what the draw can still take
-        files = PromptFiles(self.building, self.source.set.name)
+        self._files = PromptFiles(self.building, self.source.set.name)
         size = sum(file.size for file in self.source.files)
         progress = Progress(f"prepare {self.source.set.name}", total=size, unit="bytes")
         with ExitStack() as stack:
-            stack.callback(files.close)
+            stack.callback(self._files.close)
             for worked in work_through(self._tasks()):
                 kept, bad = self._choose(worked)
-                files.set_aside(sorted(bad, key=lambda row: row.line))
-                files.add(worked.prompts.take(pa.array(kept, pa.int64())))
+                self._files.set_aside(sorted(bad, key=lambda row: row.line))
+                self._files.add(worked.prompts.take(pa.array(kept, pa.int64())))
                 progress.advance(worked.read_bytes, {"rows": f"{self.rows:,}"})
             if not self.rows:
                 raise self._empty("no rows")
+            stack.pop_all()  # `finish` goes on with the files
+
+    def finish(self) -> dict[str, Any]:
+        """Write the parts and the rejected rows; return the counts."""
+        with closing(self._files) as files:
             profile = files.finish(
                 drawn_below=None if self._draw is None else self._draw.below,
                 context_tokens=self.recipe.prompts.context_tokens,
             )
-        return self._counts(profile, files)
+            return self._counts(profile, files)
 
     def _tasks(self) -> Iterator[Task]:
         one = self.source.set
