@@ -20,8 +20,8 @@ from pipelines.sources.row import BadRow
 from pipelines.store import write_parquet
 
 _PILES = 256  # by the first two hex digits of the id's hash
-_HELD_BYTES = 32 << 20  # before rows are spilled to their piles
-_PART_ROWS, _PART_BYTES = 8192, 32 << 20  # of a file: what a reader has to hold
+_HELD_BYTES = 16 << 20  # before rows are spilled to their piles
+_PART_ROWS, _PART_BYTES = 8192, 16 << 20  # of a file: what a reader has to hold
 _DETAIL_CHARACTERS = 400
 
 
@@ -106,6 +106,7 @@ class PromptFiles:
             write_parquet(self._parts / f"part-{index:05d}.parquet", part)
         self._write_rejected()
         shutil.rmtree(self._spill)
+        pa.default_memory_pool().release_unused()  # a part's buffers; the next set may be small
         return profile
 
     def close(self) -> None:
