@@ -14,14 +14,17 @@ import traceback
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import typer
 from rich.console import Console
 
 from pipelines.errors import BadRecipe, RunError, StorageFailed
-from pipelines.store import STAGES, RunFolder, open_run
-from pipelines.telemetry import configure_logging
+from pipelines.stages import STAGES
+
+# Everything else is imported where it is needed: a look at a file waits for no library.
+if TYPE_CHECKING:
+    from pipelines.store import RunFolder
 
 INTERRUPTED = 130
 _WATCH_SECONDS = 2
@@ -261,7 +264,7 @@ def target() -> None:
 
 def main() -> None:
     """Run the command and turn every end into an exit code."""
-    configure_logging()
+    _configure_logging()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         app()
@@ -287,6 +290,15 @@ _TITLES = {
     4: "stopped by a quality gate",
     5: "verification failed",
 }
+
+
+def _configure_logging() -> None:
+    """Send log lines to stderr, plainly."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+    )
+    for noisy in ("ray", "transformers", "httpx", "urllib3", "deepspeed", "aiohttp.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def _interrupt(_signal: int, _frame: Any) -> None:
@@ -344,13 +356,15 @@ def _show(data: dict[str, Any], draw: Callable[[Console], None], *, as_json: boo
         draw(Console())
 
 
-def _run_folder(path: Path) -> RunFolder:
+def _run_folder(path: Path) -> "RunFolder":
     if not path.is_dir():
         raise BadRecipe(
             f"there is no run folder at {path}",
             expected="the folder that run_folder names in a recipe",
             change="check the path",
         )
+    from pipelines.store import open_run
+
     return open_run(path.resolve())
 
 

@@ -20,7 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from actors.reference_draft import DraftRefused, draft_logits, read_draft
 from pipelines.errors import VerificationFailed
 from pipelines.recipe import Recipe, fingerprint
-from pipelines.store import STAGES, RunFolder, read_manifest
+from pipelines.stages import STAGES
+from pipelines.store import RunFolder, read_manifest
 from pipelines.telemetry import EventLog
 from training import draft_vocab
 from training.config import DraftConfig

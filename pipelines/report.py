@@ -17,8 +17,9 @@ from pipelines.charts import Bar, Line, bar_chart, histogram, line_chart
 from pipelines.errors import BadRecipe
 from pipelines.page import TEMPLATE
 from pipelines.recipe import PromptSet, Recipe, load_recipe
+from pipelines.stages import STAGES
 from pipelines.storage import Location, listed, readable
-from pipelines.store import STAGES, RunFolder, read_manifest, write_atomically
+from pipelines.store import RunFolder, read_manifest, write_atomically
 from pipelines.telemetry import duration
 
 _SAMPLES = 20

@@ -17,9 +17,9 @@ from pipelines.errors import BadRecipe, PreflightFailed
 from pipelines.quality_stop import holds_suspects_only, set_aside_suspects
 from pipelines.recipe import Recipe, dump_recipe, fingerprint
 from pipelines.segments import reopen_failed
+from pipelines.stages import STAGES
 from pipelines.storage import RemotePath, storage_failed
 from pipelines.store import (
-    STAGES,
     RunFolder,
     forget_stages,
     read_manifest,

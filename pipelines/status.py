@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from pipelines.last_seen import LastSeen, read_last_seen
 from pipelines.recipe import Recipe, load_recipe
+from pipelines.stages import STAGES
 from pipelines.status_driver import SILENT_SECONDS, find_driver, freshest, last_pid
 from pipelines.status_events import (
     Events,
@@ -27,7 +28,7 @@ from pipelines.status_events import (
 from pipelines.status_rows import NOW_SECONDS, SetRows, Speed, added, prompts_wanted, read_set
 from pipelines.status_training import TrainingStatus, read_training
 from pipelines.storage import RemotePath, storage_failed
-from pipelines.store import STAGES, RunFolder, read_manifest
+from pipelines.store import RunFolder, read_manifest
 from pipelines.telemetry import duration
 
 _STALE_SECONDS = 600.0  # a driver that lives and writes nothing for so long may hang

@@ -16,11 +16,10 @@ import yaml
 
 from pipelines.errors import BadRecipe, PreflightFailed
 from pipelines.lease import hold_lease
+from pipelines.stages import STAGES
 from pipelines.storage import Location, RemotePath, atomic_file, location_of, storage_faults
 from pipelines.storage import sha256_of as sha256_of
 from pipelines.storage import write_atomically as write_atomically
-
-STAGES = ("prepare", "generate", "capture", "train", "export", "evaluate")
 
 
 @dataclass(frozen=True)

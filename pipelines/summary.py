@@ -11,7 +11,8 @@ from rich.table import Table
 
 from pipelines.recipe import Recipe
 from pipelines.run import StageResult
-from pipelines.store import STAGES, RunFolder
+from pipelines.stages import STAGES
+from pipelines.store import RunFolder
 from pipelines.telemetry import duration
 
 

@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -173,12 +172,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def configure_logging() -> None:
-    """Send log lines to stderr, plainly. Called by the command only."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
-    )
-    for noisy in ("ray", "transformers", "httpx", "urllib3", "deepspeed", "aiohttp.access"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)

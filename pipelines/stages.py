@@ -1,0 +1,3 @@
+"""The stages of a run, in order."""
+
+STAGES = ("prepare", "generate", "capture", "train", "export", "evaluate")
