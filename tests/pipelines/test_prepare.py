@@ -21,6 +21,7 @@ from pipelines.schema import PROMPT_SCHEMA, REJECTED_PROMPT_SCHEMA
 from pipelines.sources.messages import parse_row
 from pipelines.store import RunFolder
 from pipelines.telemetry import EventLog
+from tests.support.road import NO_SELECTION
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 PROFILE = {
@@ -448,16 +449,7 @@ def test_tools_are_kept_as_given_beside_the_normalised_ones(bench):
 
 
 def selection(**changes):
-    chosen = {
-        "seed": 1,
-        "mix": None,
-        "near_duplicates": None,
-        "shared_words": None,
-        "languages": None,
-        "min_prompt_tokens": 1,
-        "max_prompt_tokens": None,
-    }
-    return {**chosen, **changes}
+    return {**NO_SELECTION, **changes}
 
 
 LONG = "the quick brown hawk circles over the wide green field and looks for voles at noon"

@@ -16,7 +16,7 @@ from pipelines.selection.contamination import EvaluationPassages
 from pipelines.sources.files import Chunk
 from pipelines.sources.row import SourceRow
 from pipelines.template import ChatTemplate, load_tokenizer
-from tests.support.road import write_recipe
+from tests.support.road import NO_SELECTION, write_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,16 +39,7 @@ def ask(text: str, answer: str = "") -> dict:
 
 
 def selection(**changes) -> Selection:
-    chosen = {
-        "seed": 1,
-        "mix": None,
-        "near_duplicates": None,
-        "shared_words": None,
-        "languages": None,
-        "min_prompt_tokens": 1,
-        "max_prompt_tokens": None,
-    }
-    return Selection(**{**chosen, **changes})
+    return Selection(**{**NO_SELECTION, **changes})
 
 
 def rules(given: Selection | None) -> SetRules:

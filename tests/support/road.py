@@ -15,6 +15,16 @@ ROOT = Path(__file__).parents[2]
 TRAIN_PROMPTS = 40
 EVALUATION_PROMPTS = 6
 
+NO_SELECTION = {
+    "seed": 1,
+    "mix": None,
+    "near_duplicates": None,
+    "shared_words": None,
+    "languages": None,
+    "min_prompt_tokens": 1,
+    "max_prompt_tokens": None,
+}
+
 
 def write_recipe(folder: Path, target: Path) -> Path:
     """Write prompts and a recipe into `folder`; its run folder is `folder/run`."""
@@ -99,15 +109,7 @@ def _recipe(folder: Path, target: Path) -> dict[str, Any]:
             "context_tokens": 256,
             "min_response_tokens": 16,
             "turns": "last",
-            "selection": {
-                "seed": 1,
-                "mix": None,
-                "near_duplicates": None,
-                "shared_words": None,
-                "languages": None,
-                "min_prompt_tokens": 1,
-                "max_prompt_tokens": None,
-            },
+            "selection": dict(NO_SELECTION),
             "on_bad_prompt": "stop",
         },
         "generate": {
