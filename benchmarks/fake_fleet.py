@@ -24,12 +24,13 @@ from benchmarks.harness import ROOT
 
 CLASSES = 1024  # of prompts: each has its answer and its latency
 STOP_ID = 2
-# The tiny target's tokenizer has a token for each byte: "!" is 3, and so on. No byte merges, so
-# that letters decode to themselves.
-_FIRST_ID, _FIRST_CHARACTER = 3, ord("!")
-_LETTERS = [_FIRST_ID + ord(one) - _FIRST_CHARACTER for one in "abcdefghijklmnopqrstuvwxyz"]
+# The tokens that are asked and answered, for `make_tiny_target`: as in a vocabulary of 150,000, an
+# id is six digits long, and a token about four characters. Both are what JSON costs.
+_FIRST_ID = 150_000
+WORDS = {_FIRST_ID + n: f" h{letter}k" for n, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
+_IDS = tuple(WORDS)
 _STOP_TEXT = "<|im_end|>"
-_DIGITS = 4  # ids 1 to 4 of a prompt are its number in letters, base 26
+_DIGITS = 4  # ids 1 to 4 of a prompt are its number in words, base 26
 _RUNNING, _TOKENS = 256, 1_000_000  # what a server says it holds at once
 _TOKENS_EACH = 1000
 
@@ -46,14 +47,14 @@ class Work:
     def prompt_ids(self, number: int) -> list[int]:
         """The prompt with this number, of 0.8 to 1.2 times the mean length."""
         assert 0 <= number < 26**_DIGITS
-        digits = [_LETTERS[number // 26**place % 26] for place in reversed(range(_DIGITS))]
+        digits = [_IDS[number // 26**place % 26] for place in reversed(range(_DIGITS))]
         rest = _length(self.prompt_tokens, number) - 1 - _DIGITS
-        return [1, *digits, *_letters(rest, number)]
+        return [1, *digits, *_words(rest, number)]
 
     def answer_ids(self, number: int) -> list[int]:
         """The answer to a prompt, stop id last."""
         kind = number % CLASSES
-        return [*_letters(_length(self.answer_tokens, 7 * kind) - 1, 31 * kind), STOP_ID]
+        return [*_words(_length(self.answer_tokens, 7 * kind) - 1, 31 * kind), STOP_ID]
 
     def latencies(self) -> list[float]:
         """Seconds for each class of prompts: the quantiles of the lognormal, shuffled."""
@@ -73,16 +74,14 @@ class FakeServer:
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """What the tiny target's tokenizer decodes, for ids of letters and the stop id."""
-    return "".join(
-        _STOP_TEXT if one == STOP_ID else chr(one - _FIRST_ID + _FIRST_CHARACTER) for one in ids
-    )
+    """What the tiny target's tokenizer decodes, for ids of words and the stop id."""
+    return "".join(_STOP_TEXT if one == STOP_ID else WORDS[one] for one in ids)
 
 
-_MANY = random.Random(1).choices(_LETTERS, k=8192)
+_MANY = random.Random(1).choices(_IDS, k=8192)
 
 
-def _letters(count: int, place: int) -> list[int]:
+def _words(count: int, place: int) -> list[int]:
     start = place * 7 % (len(_MANY) - count)
     return _MANY[start : start + count]
 
@@ -249,7 +248,7 @@ class _Connection(asyncio.Protocol):
         ids = _between(body, b'"input_ids"', b"[", b"]")
         number = 0
         for digit in ids.split(b",", _DIGITS + 1)[1 : 1 + _DIGITS]:
-            number = number * 26 + int(digit) - _LETTERS[0]
+            number = number * 26 + int(digit) - _FIRST_ID
         kind = number % CLASSES
         before, after = server.replies[kind]
         most = int(_between(body, b'"max_new_tokens"', b":", b","))

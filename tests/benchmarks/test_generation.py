@@ -12,13 +12,14 @@ import pytest
 
 from actors.protocol import GenerateRequest, parse_completion
 from benchmarks.bare_loop import request_body
-from benchmarks.fake_fleet import CLASSES, FakeServer, ServerLog, Work, read_log, serving
+from benchmarks.fake_fleet import CLASSES, WORDS, FakeServer, ServerLog, Work, read_log, serving
 from benchmarks.generation import idle_shares, tail_excess
 from benchmarks.stage import prompts_of, role_of, write_run
 from benchmarks.worker_profile import summary
 from pipelines.recipe import load_recipe
 from pipelines.run import done_stages
 from pipelines.schema import PROMPT_SCHEMA
+from tests.support.tiny_target import make_tiny_target
 
 WORK = Work(prompt_tokens=50, answer_tokens=40, latency_seconds=0.01)
 
@@ -37,10 +38,10 @@ def test_latencies_are_lognormal_with_the_mean_that_was_asked_for():
     assert statistics.median(seconds) == pytest.approx(0.5 * 2.718281828**-0.125, rel=0.01)
 
 
-def test_a_fake_server_keeps_the_contract_and_answers_as_its_tokenizer_decodes(tiny_target: Path):
+def test_a_fake_server_keeps_the_contract_and_answers_as_its_tokenizer_decodes(tmp_path: Path):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_target(tmp_path, words=WORDS))
     with serving(WORK, [FakeServer(), FakeServer(slowness=20)], model_path="/m/tiny") as urls:
         for number, url in ((5, urls[0]), (5 + CLASSES, urls[0]), (5, urls[1])):
             ids = WORK.prompt_ids(number)
@@ -65,9 +66,9 @@ def test_a_short_answer_is_the_start_of_the_long_one_and_says_so():
     with serving(WORK, [FakeServer()], model_path="/m/tiny") as urls:
         reply = _post(urls[0], body)
     request = GenerateRequest("r", tuple(ids), body["sampling_params"])
-    completion = parse_completion(request, 200, reply, vocab_size=300)
+    completion = parse_completion(request, 200, reply, vocab_size=200_000)
     assert list(completion.output_ids) == WORK.answer_ids(9)[:16]
-    assert (completion.finish.kind, len(completion.text)) == ("length", 16)
+    assert (completion.finish.kind, len(completion.text)) == ("length", 16 * 4)
 
 
 def test_a_late_server_opens_after_so_many_requests():

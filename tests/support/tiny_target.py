@@ -1,5 +1,6 @@
 """A random six-layer Llama with a byte-level ChatML tokenizer: a real target folder in a second."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,9 +18,19 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_target(folder: Path, *, seed: int = 0, context_tokens: int = 512) -> Path:
-    """Write the target into `folder` and return it. The same seed gives the same weights."""
-    tokenizer = _tokenizer()
+def make_tiny_target(
+    folder: Path,
+    *,
+    seed: int = 0,
+    context_tokens: int = 512,
+    words: Mapping[int, str] | None = None,
+) -> Path:
+    """Write the target into `folder` and return it. The same seed gives the same weights.
+
+    `words` are further tokens by their ids, as far up as in a large vocabulary: no text becomes one
+    of them, and they decode to themselves.
+    """
+    tokenizer = _tokenizer(words or {})
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -45,9 +56,12 @@ def make_tiny_target(folder: Path, *, seed: int = 0, context_tokens: int = 512) 
     return folder
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer(words: Mapping[int, str]) -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    unused = set(range(len(vocabulary), max(words, default=0))) - words.keys()
+    vocabulary |= {f"unused-{one}": one for one in unused}
+    vocabulary |= {text.replace(" ", "\u0120"): one for one, text in words.items()}
     raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
