@@ -84,7 +84,14 @@ def prepare(folder: Path, rows: int) -> Prepared:
     recipe = write_recipe(folder)
     command = [sys.executable, "-m", "pipelines.cli", "prepare", str(recipe), "--json"]
     log = folder / "eyas.log"
-    cost = run_measured(command, log=log, role_of=role_of, environment={"PYTHONPATH": str(ROOT)})
+    cost = run_measured(
+        command,
+        log=log,
+        every_seconds=2.0,  # looking costs CPU that both cores want
+        role_of=role_of,
+        memory_every_seconds=2.0,
+        environment={"PYTHONPATH": str(ROOT)},
+    )
     if cost.code != 0:
         raise RuntimeError(f"eyas prepare ended with {cost.code}:\n{log.read_text()[-3000:]}")
     manifest = json.loads((folder / "run" / "manifest.json").read_bytes())

@@ -17,12 +17,19 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines.errors import BadRecipe, PreflightFailed
-from pipelines.prepare_worker import PromptMaker, SetRules, Task, Worked, start_worker, work
+from pipelines.prepare_worker import (
+    PromptMaker,
+    SetRules,
+    Task,
+    Worked,
+    is_ready,
+    start_worker,
+    work,
+)
 from pipelines.profile_checks import check_profile
 from pipelines.prompt_choice import Chooser, HeldOut, place_of
 from pipelines.prompt_files import PromptFiles, PromptProfile
 from pipelines.recipe import PromptSet, Recipe
-from pipelines.selection.contamination import EvaluationPassages
 from pipelines.selection.draw import Draw, quotas
 from pipelines.selection.near_duplicates import NearDuplicates
 from pipelines.sources.files import SourceFile, columns_of, find_files, read_chunks
@@ -58,16 +65,16 @@ def prepare(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
     recipe's selection leaves out is kept there in any case. An evaluation prompt that equals a
     training prompt stops the run. Raises `BadRecipe`, `PreflightFailed`.
     """
-    template = checked_template(recipe)
     sources = {one.name: Source.of(one) for one in _all_sets(recipe)}
     building = run.root / f".prompts.{os.getpid()}"
     _remove_leftovers(run)
-    try:
+    with ExitStack() as stack:
+        pool = _start_pool(recipe, sources, stack)
+        template = checked_template(recipe)
+        stack.callback(shutil.rmtree, building, ignore_errors=True)
         building.mkdir()
-        sets = _prepare_sets(recipe, template, sources, building)
+        sets = _prepare_sets(recipe, template, sources, building, pool)
         _put_in_place(building, run)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     for name, counts in sets.items():
         events.append("prompts_prepared", dataset=name, **counts)
     prompts = sum(one["prompts"] for one in sets.values())
@@ -135,33 +142,41 @@ def _all_sets(recipe: Recipe) -> tuple[PromptSet, ...]:
 
 
 def _prepare_sets(
-    recipe: Recipe, template: ChatTemplate, sources: Mapping[str, Source], building: Path
+    recipe: Recipe,
+    template: ChatTemplate,
+    sources: Mapping[str, Source],
+    building: Path,
+    pool: ProcessPoolExecutor | None,
 ) -> dict[str, dict[str, Any]]:
     """The held-out sets first: training prompts are compared with them."""
     prompts, selection = recipe.prompts, recipe.prompts.selection
     counts: dict[str, dict[str, Any]] = {}
     held_out = HeldOut()
-    maker = PromptMaker(recipe, template, None)
+    maker = PromptMaker(recipe, template)
     for one in prompts.evaluation:
-        chooser = Chooser({}, None)
-        stage = _SetWork(
-            recipe, sources[one.name], building, chooser, limit=None, held_out=held_out
-        )
+        stage = _SetWork(recipe, sources[one.name], building, Chooser({}, None), held_out=held_out)
         stage.work(partial(map, maker.make))
         counts[one.name] = stage.finish()
-    passages = held_out.passages(selection.shared_words)
+    texts = held_out.write(building)
     limits = limits_of(recipe)
+    work_through = partial(map, maker.make) if pool is None else partial(_through, pool)
     with ExitStack() as stack:
         writer = stack.enter_context(ThreadPoolExecutor(1))  # of a set, while the next is read
         chooser = Chooser(held_out.said, near_duplicates(recipe, building, stack))
-        work_through = _workers(recipe, template, sources, passages, stack)
         written: dict[str, Future[dict[str, Any]]] = {}
         for one in prompts.train:
-            limit = limits[one.name]
-            stage = _SetWork(recipe, sources[one.name], building, chooser, limit=limit)
+            stage = _SetWork(
+                recipe,
+                sources[one.name],
+                building,
+                chooser,
+                limit=limits[one.name],
+                texts=None if selection.shared_words is None else texts,
+            )
             stage.work(work_through)
             written[one.name] = writer.submit(stage.finish)
         counts |= {name: one.result() for name, one in written.items()}
+    texts.unlink()
     return {one.name: counts[one.name] for one in _all_sets(recipe)}
 
 
@@ -178,7 +193,9 @@ def limits_of(recipe: Recipe) -> dict[str, int | None]:
     return caps if mix is None else quotas(mix.rows, mix.weights, caps)
 
 
-def rules_of(recipe: Recipe, one: PromptSet, format_name: FormatName) -> SetRules:
+def rules_of(
+    recipe: Recipe, one: PromptSet, format_name: FormatName, texts: Path | None = None
+) -> SetRules:
     """How a set's rows are read and judged; a held-out set is asked whole, its last turn."""
     trains = one in recipe.prompts.train
     return SetRules(
@@ -187,37 +204,34 @@ def rules_of(recipe: Recipe, one: PromptSet, format_name: FormatName) -> SetRule
         format=format_name,
         turns=recipe.prompts.turns if trains else "last",
         selection=recipe.prompts.selection if trains else None,
+        held_out=texts if trains else None,
     )
 
 
 # Processes
 
 
-def _workers(
-    recipe: Recipe,
-    template: ChatTemplate,
-    sources: Mapping[str, Source],
-    passages: EvaluationPassages | None,
-    stack: ExitStack,
-) -> _WorkThrough:
-    """A process for each CPU; for little work, this process alone."""
+def _start_pool(
+    recipe: Recipe, sources: Mapping[str, Source], stack: ExitStack
+) -> ProcessPoolExecutor | None:
+    """A process for each CPU, which gets ready meanwhile; None where this one is enough."""
     cpus = len(os.sched_getaffinity(0))
     size = sum(file.size for one in recipe.prompts.train for file in sources[one.name].files)
     if cpus == 1 or size < _POOL_BYTES:
-        return partial(map, PromptMaker(recipe, template, passages).make)
+        return None
     logger.info("preparing with %d processes", cpus)
     pool = ProcessPoolExecutor(
-        cpus,
-        mp_context=get_context("spawn"),
-        initializer=start_worker,
-        initargs=(recipe, passages),
+        cpus, mp_context=get_context("spawn"), initializer=start_worker, initargs=(recipe,)
     )
     stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-    return partial(_through, pool, cpus * _IN_FLIGHT)
+    for _ in range(cpus):
+        pool.submit(is_ready)
+    return pool
 
 
-def _through(pool: ProcessPoolExecutor, in_flight: int, tasks: Iterable[Task]) -> Iterator[Worked]:
-    """Results in the order of the tasks, of which `in_flight` are held at a time."""
+def _through(pool: ProcessPoolExecutor, tasks: Iterable[Task]) -> Iterator[Worked]:
+    """Results in the order of the tasks, of which a few for each process are held at a time."""
+    in_flight = _IN_FLIGHT * len(os.sched_getaffinity(0))
     waiting: deque[Future[Worked]] = deque()
     try:
         for task in tasks:
@@ -245,8 +259,9 @@ class _SetWork:
     source: Source
     building: Path
     chooser: Chooser
-    limit: int | None  # prompts
+    limit: int | None = None  # prompts
     held_out: HeldOut | None = None  # takes in what this set says
+    texts: Path | None = None  # what held-out prompts ask; None where nobody compares
     rows: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
@@ -280,7 +295,7 @@ class _SetWork:
     def _tasks(self) -> Iterator[Task]:
         one = self.source.set
         for number, chunk in enumerate(read_chunks(self.source.files, chunk_bytes=_CHUNK_BYTES)):
-            rules = rules_of(self.recipe, one, self.source.formats[chunk.file])
+            rules = rules_of(self.recipe, one, self.source.formats[chunk.file], self.texts)
             seen = number - _DRAW_LAG
             yield Task(chunk, rules, self._below[seen] if seen >= 0 else None)
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from pipelines.errors import BadRecipe
 from pipelines.prepare import Source, checked_template, limits_of, near_duplicates, rules_of
-from pipelines.prepare_worker import PromptMaker, Task, Worked
+from pipelines.prepare_worker import PromptMaker, Task, Worked, passages_of
 from pipelines.prompt_choice import Chooser, HeldOut
 from pipelines.recipe import PromptSet, Recipe
 from pipelines.selection.lengths import LengthProfile
@@ -86,20 +86,19 @@ def plan(recipe: Recipe, *, tokens_per_second: float, answer_tokens: int | None)
     selection, held_out = recipe.prompts.selection, HeldOut()
     with ExitStack() as stack:
         spill = Path(stack.enter_context(TemporaryDirectory(prefix="eyas-plan-")))
-        maker = PromptMaker(recipe, template, None)
+        maker = PromptMaker(recipe, template)
         evaluation = [
             _look_at(recipe, one, maker, Chooser({}, None), held_out)
             for one in recipe.prompts.evaluation
         ]
-        passages = held_out.passages(selection.shared_words)
-        maker = PromptMaker(recipe, template, passages)
+        texts, words = held_out.write(spill), selection.shared_words
         chooser = Chooser({}, near_duplicates(recipe, spill, stack))
         limits = limits_of(recipe)
         training = [
-            _drawn(_look_at(recipe, one, maker, chooser, None), limits[one.name])
+            _drawn(_look_at(recipe, one, maker, chooser, None, texts), limits[one.name])
             for one in recipe.prompts.train
         ]
-    too_short = 0 if passages is None else passages.too_short
+        too_short = 0 if words is None else passages_of(texts, words).too_short
     return _add_up(
         recipe, training, evaluation, tokens_per_second, answer_tokens, too_short=too_short
     )
@@ -167,12 +166,13 @@ def _look_at(
     maker: PromptMaker,
     chooser: Chooser,
     held_out: HeldOut | None,
+    texts: Path | None = None,
 ) -> SetPlan:
     source = Source.of(one)
     sample = _Sample.of(source.files)
     tally = _Tally(LengthProfile(recipe.prompts.context_tokens))
     for chunk in sample.chunks():
-        rules = rules_of(recipe, one, source.formats[chunk.file])
+        rules = rules_of(recipe, one, source.formats[chunk.file], texts)
         worked = maker.make(Task(chunk, rules, None))
         kept, copies = chooser.choose(worked, one)
         if held_out is not None:

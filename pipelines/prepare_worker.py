@@ -5,11 +5,14 @@ number of processes give the same prompts. What needs the other rows is decided 
 """
 
 import hashlib
+import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from multiprocessing import parent_process
+from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
 
@@ -58,6 +61,7 @@ class SetRules:
     format: FormatName
     turns: Literal["first", "last", "every"]
     selection: Selection | None  # None for a held-out set, which is asked whole
+    held_out: Path | None = None  # what evaluation prompts ask; None where nobody compares
 
 
 @dataclass(frozen=True)
@@ -107,13 +111,11 @@ class _Made:
 
 
 class PromptMaker:
-    """Makes prompts with one target's tokenizer and template, none of which holds a passage."""
+    """Makes prompts with one target's tokenizer and template."""
 
-    def __init__(
-        self, recipe: Recipe, template: ChatTemplate, passages: EvaluationPassages | None
-    ) -> None:
+    def __init__(self, recipe: Recipe, template: ChatTemplate) -> None:
         self._prompts: Prompts = recipe.prompts
-        self._template, self._passages = template, passages
+        self._template = template
         every = recipe.prompts.turns == "every"
         self._rule: HistoryRule | None = (
             history_rule(template, recipe.target.profile) if every else None
@@ -142,7 +144,7 @@ class PromptMaker:
             else:
                 made.append(_Made(want, turns, asked_text(want.row)))
         if rules.selection is not None:
-            made, left_out = self._select(made, rules.selection)
+            made, left_out = _select(made, rules.selection, rules.held_out)
             rejected += left_out
         return self._worked(task, rows, made, rejected)
 
@@ -182,20 +184,6 @@ class PromptMaker:
             f"context_tokens {prompts.context_tokens}"
         )
         return want.refused("prompt_too_long", detail)
-
-    def _select(self, made: list[_Made], selection: Selection) -> tuple[list[_Made], list[BadRow]]:
-        """What the recipe wants of the usable rows, and the others."""
-        overlaps: Sequence[tuple[str, str] | None] = [None] * len(made)
-        if self._passages is not None:
-            overlaps = self._passages.overlaps([one.text for one in made])
-        kept, left_out = [], []
-        for one, overlap in zip(made, overlaps, strict=True):
-            why = _unwanted(one, selection, overlap)
-            if why is None:
-                kept.append(one)
-            else:
-                left_out.append(one.want.refused(*why))
-        return kept, left_out
 
     def _worked(self, task: Task, rows: int, made: list[_Made], rejected: list[BadRow]) -> Worked:
         rules, every = task.rules, self._prompts.turns == "every"
@@ -247,6 +235,30 @@ def _parsed(task: Task) -> Iterator[SourceRow | BadRow]:
             yield parse_row(value, reader, file=task.chunk.file, line=line)
 
 
+def _select(
+    made: list[_Made], selection: Selection, held_out: Path | None
+) -> tuple[list[_Made], list[BadRow]]:
+    """What the recipe wants of the usable rows, and the others."""
+    overlaps: Sequence[tuple[str, str] | None] = [None] * len(made)
+    if held_out is not None and selection.shared_words is not None:
+        passages = passages_of(held_out, selection.shared_words)
+        overlaps = passages.overlaps([one.text for one in made])
+    kept, left_out = [], []
+    for one, overlap in zip(made, overlaps, strict=True):
+        why = _unwanted(one, selection, overlap)
+        if why is None:
+            kept.append(one)
+        else:
+            left_out.append(one.want.refused(*why))
+    return kept, left_out
+
+
+@lru_cache(maxsize=1)
+def passages_of(held_out: Path, words: int) -> EvaluationPassages:
+    """Every run of so many words in a JSON file of texts by name, made once in a process."""
+    return EvaluationPassages(json.loads(held_out.read_bytes()), words)
+
+
 def _unwanted(
     one: _Made, selection: Selection, overlap: tuple[str, str] | None
 ) -> tuple[Reason, str] | None:
@@ -274,9 +286,9 @@ def _record(one: _Made, rules: SetRules) -> dict[str, Any]:
         "dataset": rules.name,
         "domain": rules.domain,
         "messages": dump_json(row.messages),
-        "tools": dump_json(row.tools),
-        "tools_given": dump_json(row.tools_given),
-        "repairs": dump_json(row.repairs),
+        "tools": dump_json(row.tools) if row.tools else "[]",
+        "tools_given": "null" if row.tools_given is None else dump_json(row.tools_given),
+        "repairs": dump_json(row.repairs) if row.repairs else "[]",
         "format": row.format,
         "prompt_ids": turns.prompt_ids,
         "history": turns.history,
@@ -296,13 +308,18 @@ def _record(one: _Made, rules: SetRules) -> dict[str, Any]:
 _MAKER: PromptMaker | None = None
 
 
-def start_worker(recipe: Recipe, passages: EvaluationPassages | None) -> None:
+def start_worker(recipe: Recipe) -> None:
     """Make this process's maker. The tokenizer is single-threaded: there is a process per core."""
     global _MAKER
     Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = load_tokenizer(recipe.target)
-    _MAKER = PromptMaker(recipe, ChatTemplate(tokenizer, recipe.target.profile), passages)
+    _MAKER = PromptMaker(recipe, ChatTemplate(tokenizer, recipe.target.profile))
+
+
+def is_ready() -> bool:
+    """Whether this process has its maker."""
+    return _MAKER is not None
 
 
 def _end_with_parent() -> None:

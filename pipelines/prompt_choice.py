@@ -3,6 +3,7 @@
 Prompts come in the order of the recipe's sets and of their rows, whoever made them.
 """
 
+import hashlib
 import json
 from array import array
 from collections.abc import Mapping
@@ -13,7 +14,6 @@ import pyarrow as pa
 from pipelines.errors import BadRecipe
 from pipelines.prepare_worker import Worked
 from pipelines.recipe import PromptSet
-from pipelines.selection.contamination import EvaluationPassages
 from pipelines.selection.near_duplicates import NearDuplicates
 from pipelines.selection.seen import Seen
 from pipelines.sources.row import BadRow
@@ -62,9 +62,15 @@ class HeldOut:
             asked = [one["content"] for one in messages if one["role"] in ("user", "tool")]
             self._texts[row["sample_id"]] = "\n".join(asked)
 
-    def passages(self, words: int | None) -> EvaluationPassages | None:
-        """Every run of so many words in them; None where nobody compares."""
-        return None if words is None else EvaluationPassages(self._texts, words)
+    def write(self, folder: Path) -> Path:
+        """Write what is asked as JSON, for processes that look for it in training prompts.
+
+        The name says what is in it: a process reads it once.
+        """
+        content = json.dumps(self._texts).encode()
+        path = folder / f".held-out-{hashlib.sha256(content).hexdigest()[:16]}.json"
+        path.write_bytes(content)
+        return path
 
 
 class Chooser:

@@ -12,7 +12,6 @@ import pytest
 
 from pipelines.prepare_worker import PromptMaker, SetRules, Task, asked_text, said_by
 from pipelines.recipe import Selection, load_recipe
-from pipelines.selection.contamination import EvaluationPassages
 from pipelines.sources.files import Chunk
 from pipelines.sources.row import SourceRow
 from pipelines.template import ChatTemplate, load_tokenizer
@@ -42,8 +41,8 @@ def selection(**changes) -> Selection:
     return Selection(**{**NO_SELECTION, **changes})
 
 
-def rules(given: Selection | None) -> SetRules:
-    return SetRules("birds", "chat", "messages", "last", given)
+def rules(given: Selection | None, held_out: Path | None) -> SetRules:
+    return SetRules("birds", "chat", "messages", "last", given, held_out)
 
 
 @pytest.fixture
@@ -52,8 +51,8 @@ def make(tmp_path, tiny_target):
     recipe = load_recipe(write_recipe(tmp_path, tiny_target))
     template = ChatTemplate(load_tokenizer(recipe.target), recipe.target.profile)
 
-    def run(one: Chunk, given: Selection | None = None, *, below=None, passages=None):
-        return PromptMaker(recipe, template, passages).make(Task(one, rules(given), below))
+    def run(one: Chunk, given: Selection | None = None, *, below=None, held_out=None):
+        return PromptMaker(recipe, template).make(Task(one, rules(given, held_out), below))
 
     return run
 
@@ -86,12 +85,13 @@ def test_a_key_that_cannot_be_drawn_is_not_tokenised(make):
     assert len(some.rejected) == 15
 
 
-def test_a_passage_of_the_evaluation_is_looked_for_in_what_users_say(make):
-    passages = EvaluationPassages({"e-1": "one two three four five six"}, 5)
+def test_a_passage_of_the_evaluation_is_looked_for_in_what_users_say(make, tmp_path):
+    texts = tmp_path / "texts.json"
+    texts.write_text(json.dumps({"e-1": "one two three four five six"}))
     worked = make(
         chunk(ask("now: One, two - three four FIVE."), ask("one two three four")),
         selection(shared_words=5),
-        passages=passages,
+        held_out=texts,
     )
     assert worked.prompts.num_rows == 1
     (bad,) = worked.rejected
@@ -125,7 +125,7 @@ def test_processes_end_with_a_parent_that_was_killed(tmp_path, tiny_target):
         "from pipelines.recipe import load_recipe\n"
         "if __name__ == '__main__':\n"
         "    pool = ProcessPoolExecutor(2, mp_context=get_context('spawn'),\n"
-        "        initializer=start_worker, initargs=(load_recipe(Path(sys.argv[1])), None))\n"
+        "        initializer=start_worker, initargs=(load_recipe(Path(sys.argv[1])),))\n"
         "    for one in [pool.submit(time.sleep, 0.5) for _ in range(2)]: one.result()\n"
         "    print('ready', flush=True)\n"
         "    time.sleep(600)\n"

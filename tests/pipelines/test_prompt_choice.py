@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from pipelines.errors import BadRecipe
-from pipelines.prepare_worker import PREPARED_SCHEMA, Worked
+from pipelines.prepare_worker import PREPARED_SCHEMA, Worked, passages_of
 from pipelines.prompt_choice import Chooser, HeldOut
 from pipelines.recipe import PromptSet
 from pipelines.selection.near_duplicates import NearDuplicates, signatures
@@ -107,12 +107,10 @@ def test_a_held_out_prompt_stops_a_training_set_with_both_places():
     assert "/data/owls (birds.jsonl):2" in failure.value.seen
 
 
-def test_held_out_passages_are_of_what_is_asked_alone():
+def test_held_out_passages_are_of_what_is_asked_alone(tmp_path):
     held_out = HeldOut()
     held_out.add(worked(LONG, "short"), [0, 1], BIRDS)
-    assert held_out.passages(None) is None
-    passages = held_out.passages(8)
-    assert passages is not None
+    passages = passages_of(held_out.write(tmp_path), 8)
     assert passages.too_short == 1
     name, words = passages.overlap(f"Well: {LONG.upper()}!") or ("", "")
     assert name.startswith("birds-")
