@@ -8,7 +8,7 @@ from pipelines.selection.words import grams, words_of_letters
 
 
 class EvaluationPassages:
-    """Every passage of n words of the evaluation prompts. Pickles small; its look-up is pure.
+    """Every passage of n words of the evaluation prompts.
 
     Case, punctuation and spacing say nothing; in scripts without spaces a character is a word.
     Whoever builds it leaves system messages out: two sets may share those.
