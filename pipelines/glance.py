@@ -145,7 +145,7 @@ def _row_count(readings: Sequence[Reading], size: int) -> tuple[int | None, bool
     counted = [one for one in readings if one.row_count is not None]
     if not counted:
         return None, False
-    rows = sum(one.row_count or 0 for one in counted)
+    rows = sum(one.row_count for one in counted if one.row_count is not None)
     seen = sum(one.size for one in readings)
     exact = len(counted) == len(readings) and all(one.rows_exact for one in counted)
     if seen < size:

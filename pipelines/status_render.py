@@ -147,7 +147,8 @@ def _set_table(sets: tuple[SetStatus, ...]) -> Table:
 
 
 def _render_seen(seen: LastSeen, report: StatusReport, console: Console) -> None:
-    age = duration(report.seen_age_seconds or 0.0)
+    assert report.seen_age_seconds is not None  # what was seen was seen at a time
+    age = duration(report.seen_age_seconds)
     when = f"{age} ago" if report.state == "running" else f"{age} ago, when its driver still lived"
     if seen.servers:
         states = Counter(one.state for one in seen.servers)
