@@ -79,7 +79,7 @@ def measure(options: Options) -> dict[str, float]:
         if options.wants("bare_loop"):
             figures |= beside_the_bare_loop(folder, target, short=options.short)
         if options.wants("ray_data_llm"):
-            figures |= beside_ray_data_llm(folder, target, rows=400 if options.short else 1_000)
+            figures |= beside_ray_data_llm(folder, target, rows=400 if options.short else 5_000)
         if options.wants("tail"):
             figures |= tail(folder, target, rows=1_500 if options.short else 5_000)
         if options.wants("growth"):
