@@ -1,25 +1,37 @@
 """One captured request as one file: who writes it, what is in it, how it is proved and removed.
 
-Loaded inside a server's process too, so: standard library, numpy, torch and safetensors only.
-The file is named after the request and appears by rename: what is there is whole.
+Loaded inside a server's process too, so: standard library, torch and safetensors only.
+The file is named after the request and appears by rename: what is there is whole. A server that
+meets a fault leaves a fault file of the same name instead, and the reader raises what it says.
 """
 
+import errno
 import json
+import math
 import os
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load
+
+# How long a writer waits for room in a full folder; a reader waits longer, so as to hear of it.
+ROOM_SECONDS = 30.0
+LATE_SECONDS = 45.0
 
 _SUFFIX = ".safetensors"
+_FAULT_SUFFIX = ".fault"
 _TEMPORARY = ".part-"  # a rid cannot begin with a dot
+_HOOK_FAULT = ".hook.fault"  # of a server that could not tell whose rows it held
 _RID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@=+,-]{0,199}")
 _LAYER_IDS = "aux_layer_ids"
 _TENSORS = {"input_ids": torch.int32, "aux": torch.bfloat16, "last": torch.bfloat16}
+_DTYPE_NAMES = {torch.int32: "I32", torch.bfloat16: "BF16"}  # as safetensors writes them
+_LOOK_SECONDS = (0.002, 0.05)  # between two looks: at first, and at most
 
 
 class CaptureFault(Exception):
@@ -45,6 +57,67 @@ class CapturedStates:
     aux_layer_ids: tuple[int, ...]  # "output of layer j"
 
 
+class StatesFile:
+    """One request's states while they are written, part by part; invisible until `finish`.
+
+    The whole file's room is taken at the beginning, so that a full folder is met there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rid: str,
+        *,
+        tokens: int,  # T
+        aux_width: int,  # A*H
+        width: int,  # H
+        aux_layer_ids: Sequence[int],
+        room_seconds: float = 0.0,
+    ) -> None:
+        """Raises `CaptureFault` on a rid that cannot name a file, and `OSError` where there is no
+        room after `room_seconds`."""
+        self._final = _path_of(folder, rid)
+        self._path = folder / f"{_TEMPORARY}{os.getpid()}-{self._final.name}"
+        metadata = {"rid": rid, _LAYER_IDS: json.dumps(list(aux_layer_ids))}
+        shapes = {"input_ids": (tokens,), "aux": (tokens, aux_width), "last": (tokens, width)}
+        header, self._starts, size = _layout(metadata, shapes)
+        self._row_bytes = {"input_ids": 4, "aux": 2 * aux_width, "last": 2 * width}
+        try:
+            _reserve(self._path, size, room_seconds)
+            self._put(0, header)
+        except OSError:
+            self.discard()
+            raise
+
+    def write(
+        self,
+        first: int,
+        input_ids: torch.Tensor,  # [n] int32
+        aux: torch.Tensor,  # [n, A*H] bf16
+        last: torch.Tensor,  # [n, H] bf16
+    ) -> None:
+        """Write rows `first` to `first + n`, all tensors in the host's memory."""
+        for name, rows in (("input_ids", input_ids), ("aux", aux), ("last", last)):
+            assert rows.dtype == _TENSORS[name]
+            content = rows.contiguous().view(torch.uint8).numpy().data.cast("B")
+            assert len(content) == len(rows) * self._row_bytes[name]
+            self._put(self._starts[name] + first * self._row_bytes[name], content)
+
+    def finish(self) -> Path:
+        """Give the file its name; every row has been written."""
+        return self._path.rename(self._final)
+
+    def discard(self) -> None:
+        """Remove what there is."""
+        self._path.unlink(missing_ok=True)
+
+    def _put(self, place: int, rest: bytes | memoryview) -> None:
+        with self._path.open("r+b", buffering=0) as file:
+            file.seek(place)
+            while rest:  # one call writes 2 GiB at most
+                rest = rest[file.write(rest) :]
+
+
 def publish(
     folder: Path,
     rid: str,
@@ -52,26 +125,49 @@ def publish(
     aux: torch.Tensor,  # [T, A*H]
     last: torch.Tensor,  # [T, H]
     aux_layer_ids: Sequence[int],
+    *,
+    room_seconds: float = ROOM_SECONDS,
 ) -> Path:
     """Write one request's states as bf16, whole or not at all, and return the file's path.
 
-    Raises `CaptureFault` on a rid that cannot name a file, and `OSError` on a full disk.
+    Raises `CaptureFault` on a rid that cannot name a file, and `OSError` on a disk that is still
+    full after `room_seconds`.
     """
-    path = _path_of(folder, rid)
-    temporary = folder / f"{_TEMPORARY}{os.getpid()}-{path.name}"
-    tensors = {
-        "input_ids": torch.tensor(input_ids, dtype=torch.int32),
-        "aux": aux.detach().to("cpu", torch.bfloat16).contiguous(),
-        "last": last.detach().to("cpu", torch.bfloat16).contiguous(),
-    }
+    file = StatesFile(
+        folder,
+        rid,
+        tokens=len(input_ids),
+        aux_width=aux.shape[-1],
+        width=last.shape[-1],
+        aux_layer_ids=aux_layer_ids,
+        room_seconds=room_seconds,
+    )
     try:
-        save_file(
-            tensors, temporary, metadata={"rid": rid, _LAYER_IDS: json.dumps(list(aux_layer_ids))}
+        file.write(
+            0,
+            torch.tensor(input_ids, dtype=torch.int32),
+            aux.detach().to("cpu", torch.bfloat16),
+            last.detach().to("cpu", torch.bfloat16),
         )
+        return file.finish()
+    finally:
+        file.discard()
+
+
+def publish_fault(folder: Path, rid: str | None, fault: CaptureFault) -> None:
+    """Tell the reader of a request why its states will not come; None is "of whichever it asks".
+
+    Raises `OSError`. In a full folder the fault keeps its place and loses its words.
+    """
+    path = folder / (_HOOK_FAULT if rid is None else f"{rid}{_FAULT_SUFFIX}")
+    temporary = folder / f"{_TEMPORARY}{os.getpid()}-{path.name}"
+    try:
+        temporary.write_text(json.dumps([fault.name, fault.detail]))
         temporary.rename(path)
+    except OSError:
+        path.touch()  # takes no room
     finally:
         temporary.unlink(missing_ok=True)
-    return path
 
 
 def take(
@@ -82,18 +178,17 @@ def take(
     aux_width: int,
     width: int,
     aux_layer_ids: Sequence[int] | None = None,
+    late_seconds: float = 0.0,
 ) -> CapturedStates:
     """Read one request's states, prove them, and remove the file whether they hold or not.
 
-    Raises `CaptureFault` with one of the names `bad_rid`, `missing`, `unreadable`, `tensors`,
-    `dtype`, `rows`, `width`, `layer_ids`, `foreign_rid`, `foreign_ids`, `not_finite`.
+    Waits `late_seconds` for a file that a server writes after its answer. Raises `CaptureFault`
+    with one of the names `bad_rid`, `missing`, `unreadable`, `tensors`, `dtype`, `rows`, `width`,
+    `layer_ids`, `foreign_rid`, `foreign_ids`, `not_finite`, or the name in a fault file.
     """
     path = _path_of(folder, rid)
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError as error:
-        raise CaptureFault("missing", f"no {path.name} in {folder}") from error
-    path.unlink()
+    content = _read_when_there(path, late_seconds)
+    path.unlink(missing_ok=True)
     states = _parse(path.name, content)
     if states.rid != rid:
         raise CaptureFault("foreign_rid", f"{path.name} holds the states of {states.rid!r}")
@@ -110,16 +205,42 @@ def take(
     return states
 
 
+def discard(folder: Path, rid: str) -> None:
+    """Remove what a request that was given up has left, if anything."""
+    path = _path_of(folder, rid)
+    for one in (path, path.with_name(f"{rid}{_FAULT_SUFFIX}")):
+        one.unlink(missing_ok=True)
+
+
 def sweep(folder: Path) -> int:
-    """Remove every captured and half-written file in `folder`; return how many there were."""
+    """Remove every captured, half-written and fault file in `folder`; return how many."""
     leftovers = [
         path
         for path in folder.iterdir()
-        if path.name.startswith(_TEMPORARY) or path.name.endswith(_SUFFIX)
+        if path.name.startswith(_TEMPORARY) or path.name.endswith((_SUFFIX, _FAULT_SUFFIX))
     ]
     for path in leftovers:
         path.unlink(missing_ok=True)
     return len(leftovers)
+
+
+def sweep_dead(folder: Path) -> int:
+    """Remove what processes of this machine that are gone left half-written; return how many."""
+    dead = [path for path in folder.glob(f"{_TEMPORARY}*") if not _is_alive(path)]
+    for path in dead:
+        path.unlink(missing_ok=True)
+    return len(dead)
+
+
+def rid_of(nonce: str, digest: str, tokens: int) -> str:
+    """The rid of a request for `tokens` rows: whose it is and when it is whole can be read off."""
+    return f"{nonce}-{digest}-{tokens}"
+
+
+def tokens_of(rid: str, nonce: str) -> int | None:
+    """How many rows a rid of this run stands for; None if it is not of this run."""
+    head, _, tokens = rid.rpartition("-")
+    return int(tokens) if head.startswith(f"{nonce}-") and tokens.isdecimal() else None
 
 
 def can_name_a_file(rid: str) -> bool:
@@ -133,6 +254,72 @@ def _path_of(folder: Path, rid: str) -> Path:
             "bad_rid", f"{rid[:80]!r} cannot name a file; it must match {_RID.pattern}"
         )
     return folder / f"{rid}{_SUFFIX}"
+
+
+def _layout(
+    metadata: dict[str, str], shapes: dict[str, tuple[int, ...]]
+) -> tuple[bytes, dict[str, int], int]:
+    """The header of a safetensors file, where each tensor's bytes begin, and the file's size."""
+    entries: dict[str, object] = {"__metadata__": metadata}
+    ends = [0]
+    for name, shape in shapes.items():
+        dtype = _TENSORS[name]
+        ends.append(ends[-1] + math.prod(shape) * dtype.itemsize)
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": ends[-2:],
+        }
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    header = len(text).to_bytes(8, "little") + text
+    starts = {name: len(header) + end for name, end in zip(shapes, ends, strict=False)}
+    return header, starts, len(header) + ends[-1]
+
+
+def _reserve(path: Path, size: int, room_seconds: float) -> None:
+    """Make a file of `size` bytes that are really there. Raises `OSError` if room never comes."""
+    deadline = time.monotonic() + room_seconds
+    with path.open("wb") as file:
+        while True:
+            try:
+                return os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                if error.errno != errno.ENOSPC or time.monotonic() > deadline:
+                    raise
+            time.sleep(_LOOK_SECONDS[1])
+
+
+def _read_when_there(path: Path, late_seconds: float) -> bytes:
+    deadline, pause = time.monotonic() + late_seconds, _LOOK_SECONDS[0]
+    while True:
+        is_last = time.monotonic() >= deadline
+        try:
+            return path.read_bytes()
+        except FileNotFoundError as error:
+            for told in (path.with_suffix(_FAULT_SUFFIX), path.with_name(_HOOK_FAULT)):
+                _raise_told(told)
+            if is_last:
+                late = f" {late_seconds:g} s after the answer" if late_seconds else ""
+                raise CaptureFault("missing", f"no {path.name} in {path.parent}{late}") from error
+        time.sleep(pause)
+        pause = min(2 * pause, _LOOK_SECONDS[1])
+
+
+def _raise_told(path: Path) -> None:
+    """Raise what a fault file says, and remove it."""
+    try:
+        text = path.read_text()
+        path.unlink()
+    except FileNotFoundError:  # none, or another reader has just taken it
+        return
+    name, detail = json.loads(text) if text else ("no_room", "the folder had no room for words")
+    raise CaptureFault(name, detail)
+
+
+def _is_alive(path: Path) -> bool:
+    pid = path.name.removeprefix(_TEMPORARY).partition("-")[0]
+    return pid.isdecimal() and Path("/proc", pid).exists()
 
 
 def _parse(name: str, content: bytes) -> CapturedStates:

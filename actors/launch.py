@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.config import ArgumentValue, EmbeddedServers, LaunchedServers
+from actors.launch_capture import CaptureOptions, capture_arguments, hook_home
 
 _GUARD = Path(__file__).resolve().with_name("guard.py")
 # What this process's interpreter and Ray put into the environment is not for a server that has
@@ -21,15 +22,14 @@ class EngineOptions:
 
     draft: Path | None = None
     draft_steps: int | None = None
-    capture_folder: Path | None = None
-    capture_layer_ids: tuple[int, ...] = ()
+    capture: CaptureOptions | None = None
     context_length: int | None = None
 
     def __post_init__(self) -> None:
         assert (self.draft is None) == (self.draft_steps is None), "a draft needs draft_steps"
-        assert (self.capture_folder is None) == (not self.capture_layer_ids), (
-            "capture needs both a folder and layer ids"
-        )
+
+
+_NOTHING_MORE = EngineOptions()
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class StartPlan:
             case EmbeddedServers():
                 return embedded_environment(self.config, inherited)
             case LaunchedServers():
-                return launched_environment(self.config, inherited)
+                return launched_environment(self.config, inherited, self.options)
 
 
 def embedded_command(
@@ -95,9 +95,9 @@ def embedded_command(
     if options.draft is not None:
         command += ["--draft", str(options.draft)]
         command += ["--speculative-num-steps", str(options.draft_steps)]
-    if options.capture_folder is not None:
-        command += ["--capture-folder", str(options.capture_folder)]
-        command += ["--capture-layer-ids", *map(str, options.capture_layer_ids)]
+    if options.capture is not None:
+        command += ["--capture-folder", str(options.capture.folder)]
+        command += ["--capture-layer-ids", *map(str, options.capture.layer_ids)]
     return command
 
 
@@ -119,8 +119,8 @@ def launched_command(
     config: LaunchedServers, target: Path, options: EngineOptions, host: str, port: int
 ) -> list[str]:
     """The argument list of one SGLang server. The recipe's arguments follow ours."""
-    if options.draft is not None or options.capture_folder is not None:
-        raise ValueError("drafts and capture are for embedded servers")
+    if options.draft is not None:
+        raise ValueError("drafts are for embedded servers")
     command = [
         *(config.python, "-m", "sglang.launch_server"),
         *("--model-path", str(target)),
@@ -131,19 +131,32 @@ def launched_command(
     ]
     if options.context_length is not None:
         command += ["--context-length", str(options.context_length)]
+    if options.capture is not None:
+        command += capture_arguments(options.capture)
     for name, value in config.arguments.items():
         command += [f"--{name}", *_words(value)]
     return command
 
 
-def launched_environment(config: LaunchedServers, inherited: Mapping[str, str]) -> dict[str, str]:
+def launched_environment(
+    config: LaunchedServers, inherited: Mapping[str, str], options: EngineOptions = _NOTHING_MORE
+) -> dict[str, str]:
     """The environment of one SGLang server: ours without what belongs to us, then the recipe's."""
     kept = {
         name: value
         for name, value in inherited.items()
         if name not in _NOT_INHERITED and not name.startswith(_PREFIXES_NOT_INHERITED)
     }
-    return {**kept, "PYTHONUNBUFFERED": "1", **config.environment}
+    variables = {**kept, "PYTHONUNBUFFERED": "1", **config.environment}
+    if options.capture is not None:
+        paths = [str(hook_home(options.capture.folder))]
+        if "PYTHONPATH" in config.environment:
+            paths.append(config.environment["PYTHONPATH"])
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
+    if options.context_length is not None:
+        # A server keeps some of its context to itself; a prompt that fills the target's is fine.
+        variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    return variables
 
 
 def _words(value: ArgumentValue) -> list[str]:

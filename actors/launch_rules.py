@@ -93,3 +93,42 @@ def refuse_variable(name: str) -> None:
         )
     if name == "CUDA_VISIBLE_DEVICES":
         raise ValueError(f"{name} may not be set: {_PLACED}")
+
+
+_CAPTURE = "Eyas sets it itself where states are captured"
+_ONE_RANK = "one process must hold every row of a batch"
+_COMPUTED = "rows that come from a cache are not computed"
+_REFUSED_IN_CAPTURE: Mapping[str, str] = {
+    "enable-return-aux-hidden-states": _CAPTURE,
+    "return-aux-hidden-state-layer-ids": f"{_CAPTURE}, from target.profile.aux_layer_ids",
+    "forward-hooks": _CAPTURE,
+    "speculative-": "states are captured without a draft",
+    "dp-size": f"{_ONE_RANK}; raise count instead",
+    "data-parallel-size": f"{_ONE_RANK}; raise count instead",
+    "attn-dp-size": _ONE_RANK,
+    "attn-cp-size": _ONE_RANK,
+    "dcp-size": _ONE_RANK,
+    "enable-dp-attention": _ONE_RANK,
+    "enable-layernorm-sp": _ONE_RANK,
+    "enable-two-batch-overlap": "two halves of a batch at a time capture nothing",
+    "enable-pdmux": "two kinds of batches at a time capture nothing",
+    "enable-hierarchical-cache": _COMPUTED,
+    "enable-hicache": _COMPUTED,
+    "enable-lmcache": _COMPUTED,
+}
+_PREFILL_GRAPH = "cuda-graph-backend-prefill"
+
+
+def refuse_for_capture(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError if a server with these options could not hand over every row's states.
+
+    The dtype decides about the states, so the recipe says it.
+    """
+    for name, value in arguments.items():
+        for refused, reason in _REFUSED_IN_CAPTURE.items():
+            if refused.startswith(name) or (refused[-1] == "-" and name.startswith(refused)):
+                raise ValueError(f"{name} may not be set: {reason}")
+        if _PREFILL_GRAPH.startswith(name) and value != "disabled":
+            raise ValueError(f"{name} may not be set: a prefill that is replayed calls no hook")
+    if "dtype" not in arguments or arguments["dtype"] not in ("float32", "bfloat16"):
+        raise ValueError("dtype has to be given, float32 or bfloat16: it decides about the states")

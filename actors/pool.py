@@ -46,6 +46,7 @@ _GATHER_SECONDS = 1.0
 T = TypeVar("T")
 Check = Callable[[Completion, GenerateRequest], T]
 Fit = Callable[[str, ModelInfo, ServerInfo], None]
+Naming = Callable[[str, GenerateRequest], str]
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ class Pool:
 
     `fit` raises `ServerUnfit` for a server that must not be used. Without it a server must stay
     what it was when it was first asked. `share` is this pool's part of each server's KV memory.
-    Behind a `gateway` nobody can say which server answers, so none is asked what it is.
+    Behind a `gateway` nobody can say which server answers, so none is asked what it is. `naming`
+    makes an attempt's rid from 32 characters that no other attempt has, and the request.
     """
 
     def __init__(
@@ -140,10 +142,12 @@ class Pool:
         fit: Fit | None = None,
         share: float = 1.0,
         gateway: bool = False,
+        naming: Naming | None = None,
     ) -> None:
         assert 0.0 < share <= 1.0
         self._config, self._vocab_size = config, vocab_size
         self._fit, self._share, self._gateway = fit, share, gateway
+        self._naming = naming
         self._urls = tuple(urls)
         self._servers: dict[str, _Server] = {}
         self.dismissed: dict[str, ServerUnfit] = {}
@@ -374,8 +378,9 @@ class Pool:
     def _named(self, request: GenerateRequest, attempt: int) -> GenerateRequest:
         """The attempt's own rid, of fixed width: SGLang aborts by prefix and refuses a live rid."""
         name = f"{self._nonce}/{request.rid}/{attempt}"
+        rid = hashlib.sha256(name.encode()).hexdigest()[:32]
         return GenerateRequest(
-            hashlib.sha256(name.encode()).hexdigest()[:32],
+            rid if self._naming is None else self._naming(rid, request),
             request.input_ids,
             request.sampling_params,
         )

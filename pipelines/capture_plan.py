@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,10 @@ import pyarrow.parquet as pq
 from pipelines.errors import PreflightFailed
 from pipelines.storage import listed, readable
 from pipelines.store import RunFolder, sha256_of, write_parquet
+from training.config import DraftConfig
 from training.features import FEATURES_VERSION, INDEX_SCHEMA
+
+Dtype = Literal["float32", "bfloat16"]
 
 _COLUMNS = ["sample_id", "dataset", "domain", "status", "prompt_ids", "output_ids"]
 _INDEX_BYTES_PER_ROW = 200
@@ -50,6 +53,22 @@ class Part:
 
     index: pa.Table
     failed: tuple[Mapping[str, str], ...]  # sample_id, fault, detail
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What is to be made, how, and what of it is not there yet."""
+
+    config: DraftConfig
+    dtype: Dtype  # in which the servers compute
+    served_ids: tuple[int, ...]  # what SGLang is told for the layers; () for the embedded engine
+    shards: Sequence[Shard]
+    done: Mapping[str, Part]  # by the shard's name, proved whole
+
+    @property
+    def missing(self) -> list[Shard]:
+        """The shards to make."""
+        return [shard for shard in self.shards if shard.name not in self.done]
 
 
 def read_responses(run: RunFolder, sets: Sequence[str]) -> pa.Table:

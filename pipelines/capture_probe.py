@@ -64,6 +64,26 @@ def check_batch(
     return worst
 
 
+def check_start(
+    start: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], *, tolerance: float
+) -> float:
+    """Compare the start of a sequence with the same rows of the whole one; return the largest
+    error. A state depends on earlier tokens only, however the prefill is cut into parts.
+
+    Raises `PreflightFailed` where rows of parts are joined wrongly, or lost.
+    """
+    worst = max(relative_error(b[: len(a)], a) for a, b in zip(start, whole, strict=True))
+    if worst > tolerance:
+        raise PreflightFailed(
+            f"the first {len(start[0])} tokens of a sequence of {len(whole[0])} differ by "
+            f"{worst:.3g} from the same alone",
+            expected=f"a mean relative error of at most {tolerance}",
+            change="the server loses or mixes up the parts of a prefill; do not use its states, "
+            "raise chunked-prefill-size in capture.servers.arguments, and report it",
+        )
+    return worst
+
+
 def relative_error(seen: torch.Tensor, expected: torch.Tensor) -> float:
     """The mean over tokens of |seen - expected| / |expected|, both [T, H]."""
     expected = expected.float()

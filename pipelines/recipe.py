@@ -21,7 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-from actors.config import PoolConfig, Sampling, Servers
+from actors.config import LaunchedServers, PoolConfig, Sampling, Servers
+from actors.launch_rules import refuse_for_capture
 from pipelines.errors import BadRecipe
 from pipelines.schema import Domain
 from pipelines.sources.row import FormatName
@@ -268,6 +269,17 @@ class Capture(Strict):
     samples_per_shard: PositiveInt = 64
     max_bytes: PositiveInt  # the quota, compared with an estimate before the first byte
     pool: PoolConfig = PoolConfig()
+
+    @model_validator(mode="after")
+    def _launched_servers_can_capture(self) -> "Capture":
+        if isinstance(self.servers, LaunchedServers):
+            refuse_for_capture(self.servers.arguments)
+            if self.servers.listen != "loopback":
+                raise ValueError(
+                    "listen is network: states are handed over in this machine's memory; set "
+                    "listen to loopback"
+                )
+        return self
 
 
 class Evaluate(Strict):

@@ -25,7 +25,11 @@ SHELLS = {
     "training/loop.py",
 }
 # Loaded inside a server's process, or started as a program of their own.
-STANDALONE = {"actors/capture_file.py": {"numpy", "torch", "safetensors"}, "actors/guard.py": set()}
+STANDALONE = {
+    "actors/capture_file.py": {"torch", "safetensors"},
+    "actors/capture_hook.py": {"torch", "actors"},  # of actors only the one above
+    "actors/guard.py": set(),
+}
 REFUSED_NAMES = {"utils", "helpers", "common", "misc", "manager", "base"}
 
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

@@ -14,6 +14,7 @@ from actors.launch import (
     launched_command,
     launched_environment,
 )
+from actors.launch_capture import CaptureOptions, hook_home
 from tests.support.fake_sglang import fake_servers
 
 CONFIG = EmbeddedServers(
@@ -56,8 +57,7 @@ def test_draft_and_capture_are_passed_on():
     options = EngineOptions(
         draft=Path("/d"),
         draft_steps=3,
-        capture_folder=Path("/dev/shm/x"),
-        capture_layer_ids=(1, 14, 26),
+        capture=CaptureOptions(Path("/dev/shm/x"), (1, 14, 26)),
         context_length=99,
     )
     found = options_of(embedded_command(CONFIG, Path("/t"), options, READY, port=0))
@@ -68,9 +68,7 @@ def test_draft_and_capture_are_passed_on():
     assert found["--context-length"] == ["99"]
 
 
-@pytest.mark.parametrize(
-    "half", [{"draft": Path("/d")}, {"draft_steps": 3}, {"capture_folder": Path("/c")}]
-)
+@pytest.mark.parametrize("half", [{"draft": Path("/d")}, {"draft_steps": 3}])
 def test_half_an_option_is_a_bug(half):
     with pytest.raises(AssertionError):
         EngineOptions(**half)
@@ -126,10 +124,26 @@ def test_sglang_lives_in_its_own_environment(tmp_path):
     }
 
 
-def test_drafts_and_capture_are_not_for_launched_servers(tmp_path):
+def test_drafts_are_not_for_launched_servers(tmp_path):
     options = EngineOptions(draft=Path("/d"), draft_steps=3)
     with pytest.raises(ValueError, match="embedded"):
         launched_command(fake_servers(tmp_path), Path("/t"), options, "127.0.0.1", 1)
+
+
+def test_a_launched_server_that_captures_finds_the_hook_before_all_else_and_nothing_of_ours(
+    tmp_path,
+):
+    capture = CaptureOptions(tmp_path, (1, 2, 3), (1, 2, 3), nonce="n")
+    options = EngineOptions(capture=capture, context_length=99)
+    config = fake_servers(tmp_path, environment={"PYTHONPATH": "/s"})
+    found = launched_environment(config, {"PYTHONPATH": "/ours"}, options)
+    assert found["PYTHONPATH"].split(os.pathsep) == [str(hook_home(tmp_path)), "/s"]
+    assert found["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
+    bare = launched_environment(fake_servers(tmp_path, environment={}), {}, options)
+    assert bare["PYTHONPATH"] == str(hook_home(tmp_path))
+    command = launched_command(config, Path("/t"), options, "127.0.0.1", 1)
+    # The recipe's options follow ours, and none of them was refused.
+    assert command.index("--forward-hooks") < command.index("--fake-starts")
 
 
 def test_both_run_under_a_guard_that_sees_nothing_of_their_environment(tmp_path):
