@@ -1,17 +1,14 @@
 """Bad input as a user meets it: a clear message, the documented exit code, nothing half-written."""
 
 import json
-import os
 import shutil
-import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.road import eyas, start_eyas, write_recipe
+from tests.support.road import ask_eyas, write_recipe
 
 
 @pytest.fixture
@@ -32,27 +29,27 @@ def append(path: Path, line: str) -> None:
 
 
 def test_an_unknown_key(recipe):
-    refused(eyas("run", recipe, "--set", "train.epoch=2"), 2, "train.epoch")
+    refused(ask_eyas("run", recipe, "--set", "train.epoch=2"), 2, "train.epoch")
     assert not (recipe.parent / "run").exists()
 
 
 def test_a_wrong_type(recipe):
-    refused(eyas("run", recipe, "--set", "train.epochs=many"), 2, "train.epochs", "many")
+    refused(ask_eyas("run", recipe, "--set", "train.epochs=many"), 2, "train.epochs", "many")
 
 
 def test_a_missing_recipe(tmp_path):
-    refused(eyas("run", tmp_path / "none.yaml"), 2, "none.yaml")
+    refused(ask_eyas("run", tmp_path / "none.yaml"), 2, "none.yaml")
 
 
 def test_a_missing_argument_is_a_usage_error():
-    outcome = eyas("run")
+    outcome = ask_eyas("run")
     assert outcome.returncode == 2
     assert "RECIPE" in outcome.stderr
 
 
 def test_a_missing_source_file(recipe):
     (recipe.parent / "train.jsonl").unlink()
-    refused(eyas("prepare", recipe), 2, "train.jsonl")
+    refused(ask_eyas("prepare", recipe), 2, "train.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -67,20 +64,20 @@ def test_a_missing_source_file(recipe):
 )
 def test_a_bad_prompt_is_named_by_file_and_line(recipe, line: str, reason: str):
     append(recipe.parent / "train.jsonl", line)
-    refused(eyas("prepare", recipe), 2, "train.jsonl", "41", reason)
+    refused(ask_eyas("prepare", recipe), 2, "train.jsonl", "41", reason)
     assert not (recipe.parent / "run" / "prompts").exists()
 
 
 def test_bad_prompts_can_be_kept_aside_instead(recipe):
     append(recipe.parent / "train.jsonl", "{torn")
-    outcome = eyas("prepare", recipe, "--set", "prompts.on_bad_prompt=reject")
+    outcome = ask_eyas("prepare", recipe, "--set", "prompts.on_bad_prompt=reject")
     assert outcome.returncode == 0, outcome.stderr
     assert (recipe.parent / "run" / "prompts" / "_rejected" / "chat.parquet").exists()
 
 
 def test_an_unwritable_run_folder(recipe):
     (recipe.parent / "file").write_text("in the way")
-    outcome = eyas("run", recipe, "--set", f"run_folder={recipe.parent / 'file' / 'run'}")
+    outcome = ask_eyas("run", recipe, "--set", f"run_folder={recipe.parent / 'file' / 'run'}")
     refused(outcome, 3, "cannot be written")
 
 
@@ -89,16 +86,16 @@ def test_a_target_without_a_tokenizer(recipe, tiny_target, tmp_path):
     shutil.copytree(tiny_target, bare)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (bare / name).unlink()
-    refused(eyas("run", recipe, "--set", f"target.path={bare}"), 3, "tokenizer")
+    refused(ask_eyas("run", recipe, "--set", f"target.path={bare}"), 3, "tokenizer")
     assert not (recipe.parent / "run" / "prompts").exists()
 
 
 def test_a_missing_target(recipe, tmp_path):
-    refused(eyas("run", recipe, "--set", f"target.path={tmp_path / 'lost'}"), 3, "lost")
+    refused(ask_eyas("run", recipe, "--set", f"target.path={tmp_path / 'lost'}"), 3, "lost")
 
 
 def test_a_stage_before_its_time(recipe):
-    refused(eyas("train", recipe), 3, "prepare")
+    refused(ask_eyas("train", recipe), 3, "prepare")
 
 
 def test_a_port_in_use(tiny_target):
@@ -106,23 +103,7 @@ def test_a_port_in_use(tiny_target):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        outcome = eyas("serve", tiny_target, "--port", str(port))
+        outcome = ask_eyas("serve", tiny_target, "--port", str(port))
     assert outcome.returncode == 3
     assert str(port) in outcome.stderr
     assert "Traceback" not in outcome.stderr
-
-
-def test_ctrl_c_in_the_middle_keeps_what_is_done(recipe):
-    run = recipe.parent / "run"
-    process = start_eyas("run", recipe)
-    deadline = time.monotonic() + 120
-    while not any(run.glob("responses/_segments/chat/*.arrow")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    assert any(run.glob("responses/_segments/chat/*.arrow"))
-    assert not any(run.rglob("*.tmp"))
-    outcome = eyas("run", recipe, "--until", "generate")
-    assert outcome.returncode == 0, outcome.stderr[-3000:]

@@ -3,15 +3,17 @@
 import json
 
 import pyarrow.parquet as pq
+import pytest
 
 from pipelines.store import RunFolder
 from tests.support.fake_server import FakeServer, Reply
-from tests.support.road import TRAIN_PROMPTS, eyas, write_recipe
+from tests.support.road import TRAIN_PROMPTS, ask_eyas, write_recipe
 from tests.support.scripted_answers import ScriptedTarget
 
 REFUSED = 5
 
 
+@pytest.mark.usefixtures("local_ray")
 def test_failed_rows_are_asked_again_when_told_so_and_only_they(tmp_path, tiny_target):
     recipe = write_recipe(tmp_path, tiny_target)
     scripted = ScriptedTarget.of(tiny_target, "one")
@@ -27,8 +29,8 @@ def test_failed_rows_are_asked_again_when_told_so_and_only_they(tmp_path, tiny_t
     def generate(script, *options):
         with FakeServer(script, model_path=str(tiny_target)) as server:
             attach = f"generate.servers={{kind: attach, urls: ['{server.url}']}}"
-            more = ["--set", attach, "--set", "generate.gates.canary_rows=20", "--json"]
-            outcome = eyas("run", recipe, "--until", "generate", *more, *options)
+            more = ["--set", attach, "--set", "generate.gates.canary_rows=40", "--json"]
+            outcome = ask_eyas("run", recipe, "--until", "generate", *more, *options)
         assert outcome.returncode == 0, outcome.stderr[-3000:]
         asked = [one for one in server.requests if not one["rid"].startswith("probe-")]
         stages = json.loads(outcome.stdout)["stages"]

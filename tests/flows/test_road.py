@@ -1,20 +1,11 @@
 """From prompts to an evaluated draft, as a user runs it."""
 
 import json
-import subprocess
-from pathlib import Path
+import shutil
 
 import pyarrow.parquet as pq
-import pytest
 
-from tests.support.road import EVALUATION_PROMPTS, TRAIN_PROMPTS, eyas, write_recipe
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, tiny_target) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A recipe and the outcome of its one run."""
-    recipe = write_recipe(tmp_path_factory.mktemp("road"), tiny_target)
-    return recipe, eyas("run", recipe)
+from tests.support.road import EVALUATION_PROMPTS, TRAIN_PROMPTS, ask_eyas
 
 
 def test_one_command_goes_from_prompts_to_a_measured_draft(finished):
@@ -50,7 +41,7 @@ def test_every_stage_on_ray_sums_its_figures_up(finished):
 def test_a_finished_run_says_so_without_starting_anything(finished):
     recipe, _ = finished
     events = (recipe.parent / "run" / "events.jsonl").read_bytes()
-    again = eyas("run", recipe)
+    again = ask_eyas("run", recipe)
     assert again.returncode == 0, again.stderr
     assert "everything was done before" in again.stdout
     assert "starting Ray" not in again.stderr
@@ -59,7 +50,7 @@ def test_a_finished_run_says_so_without_starting_anything(finished):
 
 def test_machines_get_one_json_object(finished):
     recipe, _ = finished
-    outcome = eyas("run", recipe, "--json")
+    outcome = ask_eyas("run", recipe, "--json")
     summary = json.loads(outcome.stdout)
     assert summary["is_complete"] is True
     assert summary["stages"][0]["stage"] == "prepare"
@@ -67,19 +58,18 @@ def test_machines_get_one_json_object(finished):
 
 def test_a_finished_run_verifies(finished):
     recipe, _ = finished
-    outcome = eyas("verify", recipe.parent / "run")
+    outcome = ask_eyas("verify", recipe.parent / "run")
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
 def test_a_flipped_byte_is_named_and_exits_5(finished, tmp_path):
     recipe, _ = finished
-    copy = tmp_path / "run"
-    subprocess.run(["cp", "-r", recipe.parent / "run", copy], check=True)
+    copy = shutil.copytree(recipe.parent / "run", tmp_path / "run")
     victim = next((copy / "responses" / "chat").glob("*.parquet"))
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 0xFF
     victim.write_bytes(bytes(content))
-    outcome = eyas("verify", copy)
+    outcome = ask_eyas("verify", copy)
     assert outcome.returncode == 5
     assert victim.name in outcome.stdout
 
@@ -87,23 +77,23 @@ def test_a_flipped_byte_is_named_and_exits_5(finished, tmp_path):
 def test_glance_and_status_read_the_run(finished):
     recipe, _ = finished
     run = recipe.parent / "run"
-    looked = eyas("glance", run / "responses")
+    looked = ask_eyas("glance", run / "responses")
     assert looked.returncode == 0, looked.stdout
     assert "completion" in looked.stdout
-    state = json.loads(eyas("status", run, "--json").stdout)
+    state = json.loads(ask_eyas("status", run, "--json").stdout)
     assert "finished" in json.dumps(state)
 
 
 def test_another_recipe_on_the_same_folder_is_refused(finished):
     recipe, _ = finished
-    outcome = eyas("run", recipe, "--set", "train.epochs=9")
+    outcome = ask_eyas("run", recipe, "--set", "train.epochs=9")
     assert outcome.returncode == 2
     assert "--from train" in outcome.stderr
 
 
 def test_committed_responses_are_never_thrown_away(finished):
     recipe, _ = finished
-    outcome = eyas(
+    outcome = ask_eyas(
         "run", recipe, "--from", "generate", "--set", "generate.sampling.temperature=0.5"
     )
     assert outcome.returncode == 2

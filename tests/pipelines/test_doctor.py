@@ -9,7 +9,7 @@ from rich.console import Console
 from pipelines.doctor import doctor, render
 from pipelines.recipe import load_recipe
 from tests.support.machines import machine
-from tests.support.road import eyas, write_recipe
+from tests.support.road import ask_eyas, write_recipe
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def test_a_recipe_whose_target_and_prompts_are_gone_is_examined_to_its_end(tmp_p
 
 
 def test_the_command_examines_this_machine_and_says_so_by_its_exit_code(tmp_path, recipe_path):
-    ready = eyas("doctor", recipe_path, "--json")
+    ready = ask_eyas("doctor", recipe_path, "--json")
     assert ready.returncode == 0, ready.stdout + ready.stderr
     assert json.loads(ready.stdout)["is_ready"]
-    broken = eyas("doctor", recipe_path, "--set", f"target.path={tmp_path / 'none'}")
+    broken = ask_eyas("doctor", recipe_path, "--set", f"target.path={tmp_path / 'none'}")
     assert broken.returncode == 3
     assert "FAIL target" in broken.stdout
-    assert eyas("doctor", tmp_path / "none.yaml").returncode == 2
+    assert ask_eyas("doctor", tmp_path / "none.yaml").returncode == 2

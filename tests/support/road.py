@@ -1,14 +1,20 @@
 """A whole run in miniature: a recipe for the tiny target, and the command as a user calls it."""
 
+import io
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 
+from pipelines import cli
 from tests.support.tiny_target import AUX_LAYER_IDS, EOS_ID
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +54,27 @@ def eyas(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProces
         stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
+
+
+def ask_eyas(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The same within this process, which has its imports already: for what needs no Ray."""
+    words = ["eyas", *map(str, arguments)]
+    out, err, root = io.StringIO(), io.StringIO(), logging.getLogger()
+    handler, level = signal.getsignal(signal.SIGTERM), root.level
+    try:
+        with (
+            patch.object(sys, "argv", words),
+            patch.object(root, "handlers", []),
+            redirect_stdout(out),
+            redirect_stderr(err),
+        ):
+            cli.main()
+    except SystemExit as end:
+        return subprocess.CompletedProcess(words, end.code, out.getvalue(), err.getvalue())
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        root.setLevel(level)
+    raise AssertionError("the command did not end")
 
 
 def start_eyas(*arguments: str | Path) -> subprocess.Popen[bytes]:
