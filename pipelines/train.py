@@ -175,16 +175,15 @@ class _Watch:
 
     def __init__(self, path: Path, total: int, events: EventLog) -> None:
         self._path, self._total, self._events = path, total, events
-        self._step = self._last_step(path)
-        self._seen_heldout = self._step
+        self._step, self._seen_heldout = (self._last(path, kind) for kind in ("train", "heldout"))
         self._progress = Progress(
             "train", total=total, done=self._step, unit="steps", figures=events.figures
         )
 
     @staticmethod
-    def _last_step(path: Path) -> int:
-        """Where an earlier process stopped writing; its lines have been shown."""
-        return max((line["step"] for line in _lines(path)), default=0)
+    def _last(path: Path, kind: str) -> int:
+        """Where an earlier process stopped writing such lines; they have been shown."""
+        return max((line["step"] for line in _lines(path) if line["kind"] == kind), default=0)
 
     def look(self) -> None:
         """Show and record what is new."""

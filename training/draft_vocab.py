@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from training.features import FeatureStore
+from training.features import TokenRows
 
 VOCAB_RULE_VERSION = "1"  # counts of tokens that may teach; ties by lower id; lowest unused fill
 
@@ -57,7 +57,7 @@ class DraftVocab:
 
 
 def count_tokens(
-    store: FeatureStore, rows: Iterable[int], *, max_tokens: int, vocab_size: int
+    store: TokenRows, rows: Iterable[int], *, max_tokens: int, vocab_size: int
 ) -> torch.Tensor:
     """[V] int64: how often each token may teach in the given rows, each cut to `max_tokens`.
 

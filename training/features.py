@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -62,6 +63,27 @@ class FeatureRow:
                     f"{self.sample_id}: {name} has {getattr(self, name).shape[0]} rows for "
                     f"{tokens} tokens"
                 )
+
+
+class TokenRows(Protocol):
+    """Rows whose tokens are known, wherever their states are."""
+
+    sample_ids: list[str]
+    domains: list[str]
+    lengths: list[int]  # tokens, prompt and response
+    loss_tokens: list[int]  # tokens that may teach
+
+    def tokens(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`input_ids` [T] int64 and `loss_mask` [T] bool of one row."""
+        ...
+
+
+class FeatureRows(Protocol):
+    """Where the states of those rows come from."""
+
+    def row(self, row: int) -> FeatureRow:
+        """The row of this number. Raises `FeatureFault` where it cannot be had."""
+        ...
 
 
 def write_shard(

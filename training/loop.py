@@ -28,7 +28,7 @@ from training.engine import DTYPES, Engine, TrainingFault, learning_rate
 from training.features import FeatureStore
 from training.model import DraftModel, initial_weights, target_weights
 from training.packing import PackedBatch
-from training.reader import PlannedRows, ReadAhead
+from training.reader import PlannedRows, ReadAhead, RowPlan, Turn
 from training.tally import Tally
 from training.ttt import TTTLoss
 
@@ -151,7 +151,7 @@ def train_rows(
     The process group must exist. `on_step` is called with the number of finished steps.
     """
     run = _Run(job, rank, world, device)
-    reader = ReadAhead(run.rows.step, range(run.step, run.rows.total_steps))
+    reader = ReadAhead(run.planned.batches, run.plan.turns(run.step))
     try:
         finished = run.train(reader, on_step)
     finally:
@@ -180,7 +180,8 @@ class _Run:
         self.job, self.config, self.rank, self.device = job, job.train, rank, device
         self.output = Path(job.output)
         store = FeatureStore(Path(job.features), aux_layer_ids=job.draft.aux_layer_ids)
-        self.rows = PlannedRows(store, job.draft, job.train, rank=rank, world=world)
+        self.plan = RowPlan(store, job.train, rank=rank, world=world)
+        self.planned = PlannedRows(self.plan, store, job.draft, job.train)
         self.vocab = draft_vocab.load(Path(job.draft_vocab))
         snapshot = checkpoint.load_newest(Path(job.checkpoints), fingerprint=job.fingerprint)
         self.step = snapshot.step if snapshot else 0
@@ -189,6 +190,7 @@ class _Run:
         self.embedding, head = target_weights(Path(job.target))
         self.engine = self._engine(head, snapshot)
         self.heldout: dict[str, Any] | None = None
+        self._evaluation: _Evaluation | None = None
         if rank == 0:
             _cut_metrics(self.metrics, self.step)
 
@@ -217,40 +219,44 @@ class _Run:
         )
 
     def train(self, reader: ReadAhead, on_step: Callable[[int], None] | None) -> bool:
-        """Run the steps that are left. False where a stop was asked for before the last one."""
-        empty = Tally.empty(self.config.ttt_steps)
-        window = _Window(empty)
-        for step, batches in reader:
-            rows, tokens, stop = self._agree(batches)
-            rate = learning_rate(step, self.rows.total_steps, self.config)
-            result = self.engine.step(batches, max(1, rows), rate)
-            loss = float(self._sum(torch.tensor(result.loss, dtype=torch.float64)))
-            if not (math.isfinite(loss) and math.isfinite(result.grad_norm)):
-                raise _not_finite(step, batches, loss, result.grad_norm)
-            self.step = step + 1
-            window.tally += result.tally
-            window.steps += 1
-            window.loss += loss
-            window.rows, window.tokens = window.rows + rows, window.tokens + tokens
-            window.waited += reader.waited_seconds
-            last = self.step == self.rows.total_steps
-            if last or self.step % self.config.log_every_steps == 0:
-                self._log(window, rate, result.grad_norm)
-                window = _Window(empty)
-            if self.step % self.rows.steps_per_epoch == 0:
-                self._evaluate()
-            if last or stop or self.step % self.config.checkpoint_every_steps == 0:
-                self._save()
+        """Take the turns that are left. False where a stop was asked for before the last step."""
+        self._window = _Window(Tally.empty(self.config.ttt_steps))
+        for turn, batches in reader:
+            if turn.part is not None:
+                self._evaluate(turn, batches)
+                continue
+            self._window.waited += reader.waited_seconds
+            stop = self._step(turn.step, batches)
             if on_step:
                 on_step(self.step)
-            if stop and not last:
+            if stop and self.step < self.plan.total_steps:
                 return False
         return True
 
+    def _step(self, step: int, batches: list[PackedBatch]) -> bool:
+        """One optimiser step. Returns whether a stop was asked for."""
+        window = self._window
+        rows, tokens, stop = self._agree(batches)
+        rate = learning_rate(step, self.plan.total_steps, self.config)
+        result = self.engine.step(batches, max(1, rows), rate)
+        loss = float(self._sum(torch.tensor(result.loss, dtype=torch.float64)))
+        if not (math.isfinite(loss) and math.isfinite(result.grad_norm)):
+            raise _not_finite(step, batches, loss, result.grad_norm)
+        self.step = step + 1
+        window.tally += result.tally
+        window.steps += 1
+        window.loss += loss
+        window.rows, window.tokens = window.rows + rows, window.tokens + tokens
+        last = self.step == self.plan.total_steps
+        if last or self.step % self.config.log_every_steps == 0:
+            self._log(window, rate, result.grad_norm)
+            self._window = _Window(Tally.empty(self.config.ttt_steps))
+        if last or stop or self.step % self.config.checkpoint_every_steps == 0:
+            self._save()
+        return stop
+
     def finish(self) -> None:
         """Write the weights to export and the summary. They appear only when training is done."""
-        if self.heldout is None:  # an earlier process made the last step
-            self._evaluate()
         averaged = self.engine.averaged_weights()
         weights = averaged or self.engine.weights()
         if self.rank != 0:
@@ -261,7 +267,7 @@ class _Run:
         save_file(weights, temporary, metadata=about)
         temporary.replace(self.output / "weights.safetensors")
         _write_json(self.output / "draft_config.json", self.job.draft.model_dump(mode="json"))
-        volume = self.rows.volume()
+        volume = self.plan.volume()
         summary = {
             "steps": self.step,
             "epochs": self.config.epochs,
@@ -298,8 +304,8 @@ class _Run:
         if self.rank == 0:
             self._append(
                 "train",
-                epoch=(self.step - 1) // self.rows.steps_per_epoch,
-                total_steps=self.rows.total_steps,
+                epoch=(self.step - 1) // self.plan.steps_per_epoch,
+                total_steps=self.plan.total_steps,
                 loss=window.loss / window.steps,
                 learning_rate=rate,
                 grad_norm=grad_norm,
@@ -312,33 +318,19 @@ class _Run:
                 **tally.summary(),
             )
 
-    def _evaluate(self) -> None:
-        """Held-out acceptance from globally summed counts, overall and by domain."""
-        weights = self.engine.averaged_weights() or self.engine.weights()
-        evaluator = self.engine.evaluator(weights, self.embedding, self.vocab.used)
-        store, held = self.rows.store, self.rows.split.heldout
-        domain_of = {store.sample_ids[row]: store.domains[row] for row in held}
-        domains = sorted(set(domain_of.values()))
-        sums = torch.zeros(len(domains), *Tally.empty(self.config.ttt_steps).vector().shape)
-        sums = sums.to(torch.int64)
-        with torch.no_grad():
-            for batch in self.rows.heldout() if held else ():
-                on_device = batch.to(self.device)
-                _, speakable, correct = (flags.cpu() for flags in evaluator(on_device))
-                for number, sample_id in enumerate(batch.sample_ids):
-                    of = batch.documents == number
-                    tally = Tally.of(batch.counted[of], speakable[of], correct[of])
-                    sums[domains.index(domain_of[sample_id])] += tally.vector()
-        sums = self._sum(sums)
-        self.heldout = {
-            "overall": Tally.from_vector(sums.sum(0)).summary(),
-            "domains": {
-                name: Tally.from_vector(part).summary()
-                for name, part in zip(domains, sums, strict=True)
-            },
-        }
-        if self.rank == 0:
-            self._append("heldout", **self.heldout)
+    def _evaluate(self, turn: Turn, batches: list[PackedBatch]) -> None:
+        """Count what the averaged weights get right of held-out rows; add up after the last."""
+        if self._evaluation is None:
+            weights = self.engine.averaged_weights() or self.engine.weights()
+            evaluator = self.engine.evaluator(weights, self.embedding, self.vocab.used)
+            self._evaluation = _Evaluation(evaluator, self.plan, self.device)
+        for batch in batches:
+            self._evaluation.add(batch)
+        if turn.is_last_part:
+            self.heldout = self._evaluation.summary(self._sum)
+            self._evaluation = None
+            if self.rank == 0:
+                self._append("heldout", **self.heldout)
 
     def _save(self) -> None:
         weights, moments = self.engine.weights(), self.engine.moments()
@@ -361,6 +353,38 @@ class _Run:
             file.write(line + "\n")
 
 
+class _Evaluation:
+    """Held-out acceptance from globally summed counts, overall and by domain."""
+
+    def __init__(self, evaluator: TTTLoss, plan: RowPlan, device: torch.device) -> None:
+        self._evaluator, self._device = evaluator, device
+        rows, held = plan.rows, plan.split.heldout
+        self._domain_of = {rows.sample_ids[row]: rows.domains[row] for row in held}
+        self._domains = sorted(set(self._domain_of.values()))
+        shape = Tally.empty(evaluator.steps).vector().shape
+        self._sums = torch.zeros(len(self._domains), *shape, dtype=torch.int64)
+
+    @torch.no_grad()
+    def add(self, batch: PackedBatch) -> None:
+        """Count what the draft gets right of these rows."""
+        _, speakable, correct = (flags.cpu() for flags in self._evaluator(batch.to(self._device)))
+        for number, sample_id in enumerate(batch.sample_ids):
+            of = batch.documents == number
+            tally = Tally.of(batch.counted[of], speakable[of], correct[of])
+            self._sums[self._domains.index(self._domain_of[sample_id])] += tally.vector()
+
+    def summary(self, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        """The counts of all ranks. Every rank must call this together."""
+        sums = sum_over_ranks(self._sums)
+        return {
+            "overall": Tally.from_vector(sums.sum(0)).summary(),
+            "domains": {
+                name: Tally.from_vector(part).summary()
+                for name, part in zip(self._domains, sums, strict=True)
+            },
+        }
+
+
 def _not_finite(
     step: int, batches: list[PackedBatch], loss: float, grad_norm: float
 ) -> TrainingFault:
@@ -373,11 +397,15 @@ def _not_finite(
 
 
 def _cut_metrics(path: Path, step: int) -> None:
-    """Drop lines of steps that will be made again, and a last line that a kill cut short."""
+    """Drop what will be made again, held-out rows at the step itself included, and a last line
+    that a kill cut short."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
-        if not line.endswith("\n") or json.loads(line)["step"] > step:
+        if not line.endswith("\n"):
+            break
+        fields = json.loads(line)
+        if fields["step"] > step or (fields["kind"] == "heldout" and fields["step"] == step):
             break
         kept.append(line)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
