@@ -127,6 +127,7 @@ def _job(
         draft=config,
         train=recipe.train,
         features=str(run.features.resolve()),
+        streamed=False,
         target=str(Path(recipe.target.path).resolve()),
         draft_vocab=str(run.draft_vocab.resolve()),
         checkpoints=str(run.checkpoints.resolve()),

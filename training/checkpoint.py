@@ -68,6 +68,12 @@ def complete(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*")) if folder.exists() else []
 
 
+def newest_step(folder: Path) -> int:
+    """How many steps the newest checkpoint holds; 0 where there is none."""
+    found = complete(folder)
+    return int(found[-1].name.removeprefix("step-")) if found else 0
+
+
 def load_newest(folder: Path, *, fingerprint: str) -> Snapshot | None:
     """The newest checkpoint, or None where there is none yet.
 

@@ -81,6 +81,8 @@ class TokenRows(Protocol):
 class FeatureRows(Protocol):
     """Where the states of those rows come from."""
 
+    set_aside: dict[str, str]  # samples whose states could not be had, and why
+
     def row(self, row: int) -> FeatureRow:
         """The row of this number. Raises `FeatureFault` where it cannot be had."""
         ...
@@ -146,6 +148,7 @@ class FeatureStore:
         self._shard: list[str] = self.index["shard"].to_pylist()
         self._start: list[int] = self.index["start"].to_pylist()
         self._open: dict[str, safe_open] = {}
+        self.set_aside: dict[str, str] = {}  # capture has left them out
 
     def __len__(self) -> int:
         return len(self.sample_ids)

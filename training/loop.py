@@ -11,11 +11,12 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel
@@ -25,16 +26,19 @@ from training import checkpoint, draft_vocab
 from training.checkpoint import Snapshot
 from training.config import DraftConfig, TrainConfig
 from training.engine import DTYPES, Engine, TrainingFault, learning_rate
-from training.features import FeatureStore
+from training.features import FeatureRows, FeatureStore, TokenRows
 from training.model import DraftModel, initial_weights, target_weights
 from training.packing import PackedBatch
 from training.reader import PlannedRows, ReadAhead, RowPlan, Turn
+from training.stream import StreamedRows, TokenStore
 from training.tally import Tally
 from training.ttt import TTTLoss
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3  # launches of the worker group before a failing run is given up
+TOKENS_FILE = "tokens.arrow"  # in the features folder of a stream
+MAX_SET_ASIDE_SHARE = 0.01  # of all samples, as in a capture to disk
 STOP_FILE = "stop"  # in the output folder: workers write a checkpoint and end
 
 
@@ -44,6 +48,7 @@ class TrainJob(BaseModel, frozen=True, extra="forbid", strict=True):
     draft: DraftConfig
     train: TrainConfig
     features: str
+    streamed: bool  # the states come by in a stream: `features` holds the rows' tokens alone
     target: str
     draft_vocab: str
     checkpoints: str
@@ -51,15 +56,20 @@ class TrainJob(BaseModel, frozen=True, extra="forbid", strict=True):
     fingerprint: str  # of the data, the draft vocabulary, and everything that changes weights
 
 
-def launch(job: TrainJob) -> None:
+# Given the steps that are made already, each rank's rows from there on, as Ray datasets.
+Streams = Callable[[int], Sequence[Any]]
+
+
+def launch(job: TrainJob, streams: Streams | None = None) -> None:
     """Train to the end on the Ray cluster this process is connected to. Blocks.
 
     Call it outside the main thread, where Ray Train would put its own handler on SIGINT.
 
-    A worker group that dies is started again and goes on from the newest checkpoint. Raises
-    `TrainingFault` at once where another try would end the same way.
+    A worker group that dies is started again and goes on from the newest checkpoint, with streams
+    that begin there. Raises `TrainingFault` at once where another try would end the same way.
     """
-    from ray.train import RunConfig, ScalingConfig, WorkerGroupError
+    from ray.data import ExecutionOptions
+    from ray.train import DataConfig, RunConfig, ScalingConfig, WorkerGroupError
     from ray.train.torch import TorchConfig, TorchTrainer
 
     config, gpus = job.train, job.train.gpus_per_worker
@@ -67,7 +77,9 @@ def launch(job: TrainJob) -> None:
     # own actors, or the group is never scheduled.
     resources = {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
     storage = Path(job.checkpoints) / "_ray"  # Ray Train wants one; what it writes is not needed
+    assert job.streamed == (streams is not None)
     for attempt in range(1, _ATTEMPTS + 1):
+        datasets = streams(checkpoint.newest_step(Path(job.checkpoints))) if streams else ()
         trainer = TorchTrainer(
             _worker,
             train_loop_config=job.model_dump(mode="json"),
@@ -75,6 +87,10 @@ def launch(job: TrainJob) -> None:
                 num_workers=config.workers, use_gpu=gpus > 0, resources_per_worker=resources
             ),
             torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+            datasets={_stream_of(rank): one for rank, one in enumerate(datasets)},
+            dataset_config=DataConfig(
+                datasets_to_split=[], execution_options=ExecutionOptions(preserve_order=True)
+            ),
             run_config=RunConfig(  # type: ignore[call-arg]  # the stub names the older class
                 name=f"train-{uuid.uuid4().hex[:8]}",  # a name used before would resume by itself
                 storage_path=str(storage),
@@ -94,6 +110,10 @@ def launch(job: TrainJob) -> None:
             return
         finally:
             shutil.rmtree(storage, ignore_errors=True)
+
+
+def _stream_of(rank: int) -> str:
+    return f"rows-{rank}"
 
 
 def _openmp(config: TrainConfig) -> dict[str, str]:
@@ -130,11 +150,17 @@ def _worker(config: dict[str, Any]) -> None:
     torch.set_num_threads(job.train.threads_per_worker)
     assert torch.get_num_threads() == job.train.threads_per_worker
     context = ray.train.get_context()
+    rank = context.get_world_rank()
+    stream: Iterable[pa.Table] | None = None
+    if job.streamed:
+        rows = ray.train.get_dataset_shard(_stream_of(rank))
+        stream = rows.iter_batches(batch_size=None, batch_format="pyarrow")
     train_rows(
         job,
-        rank=context.get_world_rank(),
+        rank=rank,
         world=context.get_world_size(),
         device=torch.device(ray.train.torch.get_device()),
+        stream=stream,
     )
 
 
@@ -144,13 +170,15 @@ def train_rows(
     rank: int,
     world: int,
     device: torch.device,
+    stream: Iterable[pa.Table] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> None:
     """Train from the newest checkpoint to the last step, and write what was learned.
 
-    The process group must exist. `on_step` is called with the number of finished steps.
+    The process group must exist. `stream` has this rank's rows from that checkpoint on, where the
+    job is streamed. `on_step` is called with the number of finished steps.
     """
-    run = _Run(job, rank, world, device)
+    run = _Run(job, rank, world, device, stream)
     reader = ReadAhead(run.planned.batches, run.plan.turns(run.step))
     try:
         finished = run.train(reader, on_step)
@@ -170,18 +198,43 @@ class _Window:
     rows: int = 0
     tokens: int = 0
     waited: float = 0.0
+    set_aside: int = 0  # samples without states, since the worker started
     started: float = field(default_factory=time.monotonic)
+
+
+def _open_rows(job: TrainJob, stream: Iterable[pa.Table] | None) -> tuple[TokenRows, FeatureRows]:
+    """What is known of all rows, and where their states come from."""
+    folder = Path(job.features)
+    if stream is None:
+        store = FeatureStore(folder, aux_layer_ids=job.draft.aux_layer_ids)
+        return store, store
+    tokens, size = TokenStore(folder / TOKENS_FILE), job.draft.target_hidden_size
+    rows = StreamedRows(
+        tokens,
+        stream,
+        aux_size=len(job.draft.aux_layer_ids) * size,
+        last_size=size,
+        max_tokens=job.train.max_tokens_per_sample,
+    )
+    return tokens, rows
 
 
 class _Run:
     """One worker's rows, engine and clock while the loop runs."""
 
-    def __init__(self, job: TrainJob, rank: int, world: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        job: TrainJob,
+        rank: int,
+        world: int,
+        device: torch.device,
+        stream: Iterable[pa.Table] | None,
+    ) -> None:
         self.job, self.config, self.rank, self.device = job, job.train, rank, device
         self.output = Path(job.output)
-        store = FeatureStore(Path(job.features), aux_layer_ids=job.draft.aux_layer_ids)
-        self.plan = RowPlan(store, job.train, rank=rank, world=world)
-        self.planned = PlannedRows(self.plan, store, job.draft, job.train)
+        tokens, self.rows = _open_rows(job, stream)
+        self.plan = RowPlan(tokens, job.train, rank=rank, world=world)
+        self.planned = PlannedRows(self.plan, self.rows, job.draft, job.train)
         self.vocab = draft_vocab.load(Path(job.draft_vocab))
         snapshot = checkpoint.load_newest(Path(job.checkpoints), fingerprint=job.fingerprint)
         self.step = snapshot.step if snapshot else 0
@@ -286,8 +339,17 @@ class _Run:
         asked = self.rank == 0 and (self.output / STOP_FILE).exists()
         rows = sum(len(batch.rows) for batch in batches)
         tokens = sum(len(batch.input_ids) for batch in batches)
-        sums = self._sum(torch.tensor([rows, tokens, int(asked)])).tolist()
-        return sums[0], sums[1], bool(sums[2])
+        mine = [rows, tokens, int(asked), len(self.rows.set_aside)]
+        rows, tokens, stops, set_aside = self._sum(torch.tensor(mine)).tolist()
+        samples = len(self.plan.rows.sample_ids)
+        if set_aside > MAX_SET_ASIDE_SHARE * samples:
+            raise TrainingFault(
+                f"{set_aside} of {samples} samples came without states; this rank's last: "
+                f"{list(self.rows.set_aside.items())[-1:]}. At most {MAX_SET_ASIDE_SHARE:.0%} "
+                "may; a target that computes NaN in this dtype needs another one"
+            )
+        self._window.set_aside = set_aside
+        return rows, tokens, bool(stops)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, on the CPU."""
@@ -315,6 +377,7 @@ class _Run:
                 rows_per_second=window.rows / elapsed,
                 tokens_per_second=window.tokens / elapsed,
                 data_wait_share=window.waited / elapsed,
+                set_aside=window.set_aside,
                 **tally.summary(),
             )
 

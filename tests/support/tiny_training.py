@@ -98,6 +98,7 @@ def tiny_job(folder: Path, target: Path, *, samples: int = 18, **changes: Any) -
         draft=DRAFT,
         train=config,
         features=str(folder / "features"),
+        streamed=False,
         target=str(target),
         draft_vocab=str(folder / "draft_vocab.safetensors"),
         checkpoints=str(folder / "checkpoints"),

@@ -1,0 +1,179 @@
+"""Rows whose states are on no disk: their tokens lie in a file, their states come by in a stream.
+
+The stream has one row for each row that the plan asks for, in the plan's order. What it says is
+compared with the file: a stream that starts at another step than training is noticed at once.
+"""
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from training.features import FeatureFault, FeatureRow
+
+TOKENS_SCHEMA = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("dataset", pa.string(), nullable=False),
+        pa.field("domain", pa.string(), nullable=False),
+        pa.field("input_ids", pa.list_(pa.int32()), nullable=False),  # prompt and response
+        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),  # tokens that may teach
+    ],
+    metadata={"eyas.schema": "tokens", "eyas.schema_version": "1"},
+)
+
+STREAM_SCHEMA = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("fault", pa.string(), nullable=False),  # "": none; otherwise there are no states
+        pa.field("aux", pa.large_binary(), nullable=False),  # [T, A*H] bf16
+        pa.field("last", pa.large_binary(), nullable=False),  # [T, H] bf16
+    ]
+)
+
+# States are read where Ray keeps them, which nobody may write to; packing copies them.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+
+def write_tokens(path: Path, table: pa.Table) -> None:
+    """Write rows of `TOKENS_SCHEMA`, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with (
+            pa.OSFile(str(temporary), "wb") as file,
+            pa.ipc.new_file(file, TOKENS_SCHEMA) as writer,
+        ):
+            writer.write_table(table.cast(TOKENS_SCHEMA).combine_chunks())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class TokenStore:
+    """Random access to the tokens of all rows, through a memory map. Read-only."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            raise FeatureFault(f"{path} is missing: run the capture stage")
+        with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
+            table = reader.read_all()
+        if not table.schema.equals(TOKENS_SCHEMA, check_metadata=True):
+            raise FeatureFault(f"{path} has another schema than this version writes")
+        self.sample_ids: list[str] = table["sample_id"].to_pylist()
+        self.datasets: list[str] = table["dataset"].to_pylist()
+        self.domains: list[str] = table["domain"].to_pylist()
+        ids, masks = (table[name].combine_chunks() for name in ("input_ids", "loss_mask"))
+        self._starts = ids.offsets.to_numpy()
+        self._ids = ids.values.to_numpy()
+        self._mask = masks.values
+        flags = np.asarray(self._mask.to_numpy(zero_copy_only=False), bool)
+        before = np.concatenate([[0], np.cumsum(flags)])
+        self.lengths: list[int] = np.diff(self._starts).tolist()
+        self.loss_tokens: list[int] = np.diff(before[self._starts]).tolist()
+
+    def tokens(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`input_ids` [T] int64 and `loss_mask` [T] bool of one row."""
+        start, length = int(self._starts[row]), self.lengths[row]
+        mask = self._mask.slice(start, length).to_numpy(zero_copy_only=False)
+        ids = self._ids[start : start + length].astype(np.int64)
+        return torch.from_numpy(ids), torch.from_numpy(np.asarray(mask, bool).copy())
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedStates:
+    """The states of one sample as they travel, or why there are none."""
+
+    sample_id: str
+    aux: torch.Tensor  # [T, A*H] bf16
+    last: torch.Tensor  # [T, H] bf16
+    fault: str = ""
+
+    @staticmethod
+    def none(sample_id: str, fault: str) -> "StreamedStates":
+        """A sample whose states cannot be had."""
+        assert fault
+        nothing = torch.zeros(0, 0, dtype=torch.bfloat16)
+        return StreamedStates(sample_id, nothing, nothing, fault)
+
+    def table(self) -> pa.Table:
+        """One row of `STREAM_SCHEMA`, which shares the states' memory."""
+        states = [_binary(self.aux), _binary(self.last)]
+        names = [pa.array([one], pa.string()) for one in (self.sample_id, self.fault)]
+        return pa.table([*names, *states], schema=STREAM_SCHEMA)
+
+
+class StreamedRows:
+    """The rows of a plan, taken from a stream in the order in which they are asked for.
+
+    A sample without states becomes a row without tokens, which teaches nothing, and is named in
+    `set_aside`.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenStore,
+        tables: Iterable[pa.Table],
+        *,
+        aux_size: int,
+        last_size: int,
+        max_tokens: int,  # of a sample: what lies beyond is not asked for
+    ) -> None:
+        self._tokens, self._sizes, self._max_tokens = tokens, (aux_size, last_size), max_tokens
+        self._coming = _rows_of(tables)
+        self.set_aside: dict[str, str] = {}
+
+    def row(self, row: int) -> FeatureRow:
+        """The next row of the stream, which must be the one of this number."""
+        sample_id = self._tokens.sample_ids[row]
+        coming = next(self._coming, None)
+        seen = "the end" if coming is None else coming["sample_id"].as_py()
+        if coming is None or seen != sample_id:
+            raise FeatureFault(f"the stream of states brought {seen} where {sample_id} is next")
+        fault = coming["fault"].as_py()
+        ids, mask = self._tokens.tokens(row)
+        end = self._max_tokens
+        if fault:
+            self.set_aside[sample_id] = fault
+            end = 0
+        aux, last = (
+            _states(coming[name].as_buffer(), size, sample_id)
+            for name, size in zip(("aux", "last"), self._sizes, strict=True)
+        )
+        return FeatureRow(
+            sample_id=sample_id,
+            dataset=self._tokens.datasets[row],
+            domain=self._tokens.domains[row],
+            input_ids=ids[:end],
+            loss_mask=mask[:end],
+            aux=aux,
+            last=last,
+        )
+
+
+def _rows_of(tables: Iterable[pa.Table]) -> Iterator[dict[str, pa.Scalar]]:
+    for table in tables:
+        for at in range(table.num_rows):
+            yield {name: table[name][at] for name in STREAM_SCHEMA.names}
+
+
+def _states(buffer: pa.Buffer, size: int, sample_id: str) -> torch.Tensor:
+    """[T, size] bf16, without a copy."""
+    tokens, rest = divmod(buffer.size, 2 * size)
+    if rest:
+        raise FeatureFault(f"{sample_id}: {buffer.size} bytes of states, no multiple of {2 * size}")
+    if not tokens:
+        return torch.zeros(0, size, dtype=torch.bfloat16)
+    return torch.frombuffer(buffer, dtype=torch.bfloat16).view(tokens, size)
+
+
+def _binary(states: torch.Tensor) -> pa.LargeBinaryArray:
+    """One value that shares the tensor's memory."""
+    assert states.dtype == torch.bfloat16
+    flat = states.detach().contiguous().view(torch.int16).numpy()
+    ends = pa.py_buffer(np.array([0, flat.nbytes], np.int64))
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, pa.py_buffer(flat)])
