@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import jinja2
 from pipelines.errors import PreflightFailed
 from pipelines.recipe import Target, TargetProfile
 from pipelines.sources.row import Json, Reason, dump_json
+from pipelines.token_bytes import TokenBytes, token_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -187,12 +189,18 @@ class ChatTemplate:
         if backend is not None and _is_unset(backend):
             encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
             batch = [one.ids for one in encodings]
+            if (known := self._token_bytes) is not None and all(map(known.spell, texts, batch)):
+                return batch, texts
             return batch, backend.decode_batch(batch, skip_special_tokens=False)
         batch = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         decoded = self.tokenizer.batch_decode(
             batch, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return [list(ids) for ids in batch], decoded
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes | None:
+        return None if self._backend is None else token_bytes(self._backend)
 
     def apply(
         self,
