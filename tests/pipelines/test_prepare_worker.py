@@ -5,12 +5,23 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
 import pytest
 
-from pipelines.prepare_worker import PromptMaker, SetRules, Task, asked_text, said_by
+from pipelines.prepare_worker import (
+    PromptMaker,
+    SetRules,
+    Task,
+    asked_text,
+    is_ready,
+    said_by,
+    start_worker,
+)
 from pipelines.recipe import Selection, load_recipe
 from pipelines.sources.files import Chunk
 from pipelines.sources.row import SourceRow
@@ -112,6 +123,14 @@ def test_what_is_asked_and_what_is_said():
     assert said_by(row, by_turn=False) == said_by(louder, by_turn=False)
     assert len(said_by(row, by_turn=True)) == 2
     assert said_by(row, by_turn=True)[0] not in said_by(row, by_turn=False)
+
+
+def test_a_process_gets_ready_without_torch(tmp_path, tiny_target):
+    recipe = load_recipe(write_recipe(tmp_path, tiny_target))
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=start_worker, initargs=(recipe,)) as pool:
+        assert pool.submit(is_ready).result()
+        assert pool.submit(find_spec, "torch").result() is None
 
 
 def test_processes_end_with_a_parent_that_was_killed(tmp_path, tiny_target):
