@@ -40,15 +40,13 @@ STREAM_SCHEMA = pa.schema(
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
-def write_tokens(path: Path, table: pa.Table) -> None:
-    """Write rows of `TOKENS_SCHEMA`, whole or not at all."""
+def write_tokens(path: Path, tables: Iterable[pa.Table]) -> None:
+    """Write rows of `TOKENS_SCHEMA`, whole or not at all; one table is held at a time."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with (
-            pa.OSFile(str(temporary), "wb") as file,
-            pa.ipc.new_file(file, TOKENS_SCHEMA) as writer,
-        ):
-            writer.write_table(table.cast(TOKENS_SCHEMA).combine_chunks())
+        with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, TOKENS_SCHEMA) as to:
+            for table in tables:
+                to.write_table(table.cast(TOKENS_SCHEMA).combine_chunks())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -61,27 +59,32 @@ class TokenStore:
         if not path.exists():
             raise FeatureFault(f"{path} is missing: run the capture stage")
         with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
-            table = reader.read_all()
-        if not table.schema.equals(TOKENS_SCHEMA, check_metadata=True):
-            raise FeatureFault(f"{path} has another schema than this version writes")
-        self.sample_ids: list[str] = table["sample_id"].to_pylist()
-        self.datasets: list[str] = table["dataset"].to_pylist()
-        self.domains: list[str] = table["domain"].to_pylist()
-        ids, masks = (table[name].combine_chunks() for name in ("input_ids", "loss_mask"))
-        self._starts = ids.offsets.to_numpy()
-        self._ids = ids.values.to_numpy()
-        self._mask = masks.values
-        flags = np.asarray(self._mask.to_numpy(zero_copy_only=False), bool)
-        before = np.concatenate([[0], np.cumsum(flags)])
-        self.lengths: list[int] = np.diff(self._starts).tolist()
-        self.loss_tokens: list[int] = np.diff(before[self._starts]).tolist()
+            if not reader.schema.equals(TOKENS_SCHEMA, check_metadata=True):
+                raise FeatureFault(f"{path} has another schema than this version writes")
+            self._batches = [reader.get_batch(at) for at in range(reader.num_record_batches)]
+        self._firsts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+        self.sample_ids: list[str] = self._all("sample_id")
+        self.datasets: list[str] = self._all("dataset")
+        self.domains: list[str] = self._all("domain")
+        self.lengths: list[int] = []
+        self.loss_tokens: list[int] = []
+        for batch in self._batches:
+            starts = batch["loss_mask"].offsets.to_numpy()
+            flags = batch["loss_mask"].values.to_numpy(zero_copy_only=False)
+            before = np.concatenate([[0], np.cumsum(flags)])
+            self.lengths += np.diff(starts).tolist()
+            self.loss_tokens += np.diff(before[starts]).tolist()
 
     def tokens(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`input_ids` [T] int64 and `loss_mask` [T] bool of one row."""
-        start, length = int(self._starts[row]), self.lengths[row]
-        mask = self._mask.slice(start, length).to_numpy(zero_copy_only=False)
-        ids = self._ids[start : start + length].astype(np.int64)
-        return torch.from_numpy(ids), torch.from_numpy(np.asarray(mask, bool).copy())
+        number = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        batch, at = self._batches[number], row - int(self._firsts[number])
+        ids = batch["input_ids"][at].values.to_numpy().astype(np.int64)
+        mask = batch["loss_mask"][at].values.to_numpy(zero_copy_only=False)
+        return torch.from_numpy(ids), torch.from_numpy(mask)
+
+    def _all(self, name: str) -> list[str]:
+        return [one for batch in self._batches for one in batch[name].to_pylist()]
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,7 @@ def tokens_of(rows: list[FeatureRow]) -> pa.Table:
 
 
 def token_store(folder: Path, rows: list[FeatureRow]) -> TokenStore:
-    write_tokens(folder / TOKENS_FILE, tokens_of(rows))
+    write_tokens(folder / TOKENS_FILE, [tokens_of(rows[:2]), tokens_of(rows[2:])])
     return TokenStore(folder / TOKENS_FILE)
 
 
@@ -152,7 +152,7 @@ def train(job: TrainJob, stream=None, **more) -> None:
 
 def streamed_job(folder: Path, target: Path) -> TrainJob:
     job = tiny_job(folder, target)  # leaves features too, which a streamed job does not read
-    write_tokens(folder / "features" / TOKENS_FILE, tokens_of(random_rows(18)))
+    write_tokens(folder / "features" / TOKENS_FILE, [tokens_of(random_rows(18))])
     return job.model_copy(update={"streamed": True})
 
 
