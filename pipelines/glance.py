@@ -18,10 +18,9 @@ from pipelines.glancing.health import looks_like_responses
 from pipelines.glancing.look import Look, Wish
 from pipelines.glancing.places import FileSet, Place, sets_of
 from pipelines.glancing.reading import SAMPLE_BYTES, Reading, short
-from pipelines.glancing.render import render as render
 from pipelines.glancing.report import GlanceReport, ResponseGlance, SetGlance, TensorGlance
 from pipelines.glancing.verdict import verdict
-from pipelines.telemetry import duration
+from pipelines.words import duration
 
 _FILES = 64  # of a large set are opened; the others count by their bytes
 _LEAST_BYTES = 256 << 10  # that are read of one of them

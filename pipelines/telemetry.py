@@ -13,6 +13,7 @@ from typing import Any
 from pipelines.metrics import METRICS, Reading
 from pipelines.storage import storage_faults
 from pipelines.store import RunFolder
+from pipelines.words import duration as duration
 
 logger = logging.getLogger(__name__)
 
@@ -160,15 +161,3 @@ class Progress:
             eta,
             shown,
         )
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them: 42s, 3m05s, 2h10m."""
-    if seconds != seconds or seconds == float("inf"):
-        return "unknown"
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

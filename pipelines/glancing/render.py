@@ -21,7 +21,7 @@ from pipelines.glancing.report import (
     SetGlance,
 )
 from pipelines.glancing.words import byte_size, mix, number, one_line, printable, rows_text, share
-from pipelines.telemetry import duration
+from pipelines.words import duration
 
 _MARKS = {"fault": "[bold red]FAULT[/]", "warning": "[yellow]WARNING[/]", "note": "NOTE"}
 _TENSORS = 60

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from pipelines import glance as shell
 from pipelines.errors import BadRecipe
-from pipelines.glance import glance, render
+from pipelines.glance import glance
+from pipelines.glancing.render import render
 from pipelines.glancing.report import GlanceReport, SetGlance
 from tests.support.faulty_files import answer
 from tests.support.good_run import make_good_run

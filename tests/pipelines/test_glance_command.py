@@ -1,6 +1,8 @@
 """The command: exit codes, data, two paths beside each other, looking again and again."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -8,8 +10,12 @@ import pytest
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from pipelines.cli import app
+from pipelines import glance_command
+from pipelines.commands import app
+from pipelines.glance_command import asked_plainly
 from tests.support.faulty_files import HEALTHY, answer, lines
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -110,3 +116,77 @@ def test_languages_are_told_by_a_full_look_only(tmp_path):
     path.write_bytes(lines([answer(n, content=f"{said}{n}") for n in range(12)]))
     assert "en 100%" not in run(path).stdout
     assert "en 100%" in run(path, "--full").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["a.jsonl"],
+        ["a.jsonl", "--json", "b.jsonl"],
+        ["--full", "a.jsonl", "--show", "3", "--strict"],
+        ["--field", "usage.completion_tokens", "a.jsonl", "--watch"],
+        ["--show", "1", "--show", "2", "a.jsonl"],
+    ],
+    ids=" ".join,
+)
+def test_usual_arguments_mean_what_the_parser_of_all_commands_says(arguments, monkeypatch):
+    asked = []
+    monkeypatch.setattr(glance_command, "run_glance", lambda one: asked.append(one) or 0)
+    assert run(*arguments).exit_code == 0
+    assert asked == [asked_plainly(arguments)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        [""],
+        ["--json"],
+        ["a.jsonl", "--help"],
+        ["a.jsonl", "--show"],
+        ["a.jsonl", "--show", "many"],
+        ["a.jsonl", "--show", "-1"],
+        ["a.jsonl", "--show=2"],
+        ["a.jsonl", "--field"],
+        ["a.jsonl", "--field", "--json"],
+        ["a.jsonl", "--fast"],
+        ["--", "a.jsonl"],
+        ["-"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_wrong_or_unusual_is_left_to_the_parser_of_all_commands(arguments):
+    assert asked_plainly(arguments) is None
+
+
+def test_a_look_waits_for_no_library_that_it_does_not_need(healthy):
+    heavy = [
+        "ray",
+        "torch",
+        "transformers",
+        "pyarrow",
+        "numpy",
+        "pydantic",
+        "typer",
+        "rich",
+        "yaml",
+    ]
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({heavy}))\n"
+        f"import pipelines.cli as cli; sys.argv = ['eyas', 'glance', {str(healthy)!r}, '--json']\n"
+        "cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["sets"][0]["rows"] == 40
+
+
+def test_the_command_ends_with_the_code_that_its_parser_gives(healthy, sick):
+    def code(*arguments: object) -> int:
+        command = [sys.executable, "-m", "pipelines.cli", "glance", *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True).returncode
+
+    assert code(sick, "--strict") == 4
+    assert code(healthy, "--strict", "--json") == 0
+    assert code(healthy, "--fast") == 2
+    assert code(healthy.parent / "nothing") == 2

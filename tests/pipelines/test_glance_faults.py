@@ -11,8 +11,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from pipelines.glance import glance, render
+from pipelines.glance import glance
 from pipelines.glancing.findings import KNOWN
+from pipelines.glancing.render import render
 from pipelines.glancing.report import GlanceReport
 from tests.support.faulty_files import HEALTHY, KINDS, answer, lines, make_all
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pipelines import witness
-from pipelines.cli import app
+from pipelines.commands import app
 from pipelines.recipe import load_recipe
 from pipelines.store import RunFolder, sha256_of
 from pipelines.verify import VerifyReport, render, verify
