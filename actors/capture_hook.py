@@ -35,7 +35,7 @@ from actors.capture_file import (
 logger = logging.getLogger(__name__)
 
 # Prompts in parts at one time. SGLang has one or two; more were cut off, the oldest first.
-_UNFINISHED = 64
+_UNFINISHED = 256
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class CaptureHook:
         self._room = _ByteBudget(settings.max_bytes_in_flight)
         self._stream: torch.cuda.Stream | None = None
         self._copied: queue.SimpleQueue[_Copied | None] = queue.SimpleQueue()
-        self._unfinished: OrderedDict[str, tuple[StatesFile, int]] = OrderedDict()
+        # The file and the rows that it has; None once the reader was told of a fault.
+        self._unfinished: OrderedDict[str, tuple[StatesFile, int] | None] = OrderedDict()
         self._thread = threading.Thread(target=self._write_all, name="capture", daemon=True)
         self._thread.start()
 
@@ -131,13 +132,18 @@ class CaptureHook:
             # The thread's edge: told to the reader, who asks again.
             logger.exception("rows of %s were not written", copied.part.rid)
             self._tell(copied.part.rid, error)
+            self._keep(copied.part.rid, None)
         finally:
             self._room.give_back(copied.size)
         return True
 
     def _write(self, copied: "_Copied") -> None:
         part = copied.part
-        file, there = self._file_of(part, copied)
+        unfinished = self._unfinished.pop(part.rid, (None, 0))
+        if part.first != 0 and unfinished is None:
+            self._keep(part.rid, None)  # the first fault is the one that says why
+            return
+        file, there = self._file_of(copied, unfinished or (None, 0))
         try:
             file.write(part.first, copied.input_ids, copied.aux, copied.last)
             there += len(copied.input_ids)
@@ -147,14 +153,20 @@ class CaptureHook:
         except BaseException:
             file.discard()
             raise
-        self._unfinished[part.rid] = file, there
-        if len(self._unfinished) > _UNFINISHED:
-            _, (oldest, _) = self._unfinished.popitem(last=False)
-            oldest.discard()
+        self._keep(part.rid, (file, there))
 
-    def _file_of(self, part: Part, copied: "_Copied") -> tuple[StatesFile, int]:
+    def _keep(self, rid: str, unfinished: tuple[StatesFile, int] | None) -> None:
+        self._unfinished[rid] = unfinished
+        if len(self._unfinished) > _UNFINISHED:
+            _, oldest = self._unfinished.popitem(last=False)
+            if oldest is not None:
+                oldest[0].discard()
+
+    def _file_of(
+        self, copied: "_Copied", unfinished: tuple[StatesFile | None, int]
+    ) -> tuple[StatesFile, int]:
         """The file that a part goes on with, and the rows that it has."""
-        file, there = self._unfinished.pop(part.rid, (None, 0))
+        part, (file, there) = copied.part, unfinished
         if file is not None and part.first == there:
             return file, there
         if file is not None:  # from its first row on, the server reads a prompt anew

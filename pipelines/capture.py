@@ -25,6 +25,7 @@ from typing import Any, cast, get_args
 
 from pydantic import ValidationError
 
+from actors.capture_file import LATE_SECONDS
 from actors.config import AttachedServers, EmbeddedServers, LaunchedServers
 from actors.dispatch import ServerReport
 from actors.errors import ServerFailed, ServerUnfit
@@ -155,8 +156,10 @@ def _capture_missing(
     with handover_folder(run, need_bytes=2 * in_flight * longest * row_bytes) as folder:
         admission: Admission | None = None
         context: int | None = None
+        late_seconds = 0.0  # the embedded engine writes a file before it answers
         if isinstance(servers, LaunchedServers):
             place_hook(folder)
+            late_seconds = LATE_SECONDS
             admission, context = _demands(recipe, plan.config, longest)
         else:
             # A prefill of some hundred tokens fills the cores: batches win little here.
@@ -181,7 +184,9 @@ def _capture_missing(
                     fleet.check()
                     return fleet.subscription()
 
-                session = CaptureSession(recipe, run, events, plan, folder, nonce=nonce)
+                session = CaptureSession(
+                    recipe, run, events, plan, folder, nonce=nonce, late_seconds=late_seconds
+                )
                 made = asyncio.run(session.run(fleet.urls, reports))
                 return made, {
                     "asked_again": session.asked_again,

@@ -68,7 +68,8 @@ class _Sample:
 class CaptureSession:
     """One pass with the servers that are up now, which put their files into `folder`.
 
-    `nonce` begins the rid of every request. `asked_again` counts the rows that took more than one
+    `nonce` begins the rid of every request; a file may come `late_seconds` after the answer that it
+    belongs to. `asked_again` counts the rows that took more than one
     attempt, `faults` the attempts that were in vain, by name.
     """
 
@@ -81,11 +82,12 @@ class CaptureSession:
         folder: Path,
         *,
         nonce: str,
+        late_seconds: float = 0.0,
     ) -> None:
         self._recipe, self._run, self._events = recipe, run, events
         self._config, self._folder, self._missing = plan.config, folder, plan.missing
         self._layer_ids, self._dtype = plan.config.aux_layer_ids, plan.dtype
-        self._nonce = nonce
+        self._nonce, self._late_seconds = nonce, late_seconds
         total, rest = (sum(one.tokens for one in some) for some in (plan.shards, plan.missing))
         self._progress = Progress(
             "capture", total=total, done=total - rest, unit="tokens", figures=events.figures
@@ -227,7 +229,7 @@ class CaptureSession:
                 aux_width=len(self._layer_ids) * width,
                 width=width,
                 aux_layer_ids=self._layer_ids,
-                late_seconds=capture_file.LATE_SECONDS,
+                late_seconds=self._late_seconds,
             )
         except CaptureFault as fault:
             raise BadReply(f"capture_{fault.name}", fault.detail) from fault

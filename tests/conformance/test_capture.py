@@ -20,13 +20,14 @@ from actors.launch import (
 from actors.launch_capture import CaptureOptions, hook_home, place_hook, served_layer_ids
 from actors.pool import Completed, Pool
 from actors.protocol import GenerateRequest
+from pipelines.capture_plan import read_responses
 from pipelines.recipe import load_recipe
+from pipelines.store import RunFolder
 from pipelines.witness import Witness
 from tests.conformance.sglang_cpu.set_up import STOCK_VARIABLES, stock_python
 from tests.support.conformance_requests import with_client
 from tests.support.road import eyas, write_recipe
 from tests.support.sglang_rig import STOCK_ON_A_CPU, Started, free_port, started
-from tests.support.tiny_run import tiny_run, write_responses
 from tests.support.tiny_target import AUX_LAYER_IDS, LAYERS, make_tiny_target
 from training.features import FeatureStore
 
@@ -191,11 +192,17 @@ def test_a_prompt_that_is_not_whole_never_has_a_file(capturing):
 def test_eyas_capture_runs_through_a_launched_stock_server(small_target, tmp_path):
     servers = json.loads(stock_servers(dtype="bfloat16").model_dump_json())
     change = f"capture.servers={json.dumps(servers)}"
-    recipe, run = tiny_run(tmp_path, small_target, change)
-    rows = write_responses(run, 40)
     before = set(Path("/dev/shm").glob("eyas-capture-*"))
-    done = eyas("capture", tmp_path / "recipe.yaml", "--json", "--set", change)
+    path = write_recipe(tmp_path, small_target)
+    done = eyas("run", path, "--until", "capture", "--json", "--set", change)
     assert done.returncode == 0, done.stderr[-3000:]
+    recipe = load_recipe(path)
+    run = RunFolder(Path(recipe.run_folder))
+    rows = sorted(
+        read_responses(run, [one.name for one in recipe.prompts.train]).to_pylist(),
+        key=lambda row: row["sample_id"],
+    )
+    assert len(rows) > 20
     assert set(Path("/dev/shm").glob("eyas-capture-*")) == before
     store = FeatureStore(run.features, aux_layer_ids=AUX_LAYER_IDS)
     assert store.sample_ids == [row["sample_id"] for row in rows]

@@ -44,6 +44,10 @@ class CaptureServer:
         """Write these layer ids into the files, whatever layers are captured."""
         self._said_layer_ids = layer_ids
 
+    def hand_over(self, rid: str, ids: list[int], aux: torch.Tensor, last: torch.Tensor) -> None:
+        """Give one request's states to the reader, before the answer."""
+        publish(self._folder, rid, ids, aux, last, self._said_layer_ids)
+
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         ids, number = body["input_ids"], self.asked
@@ -58,7 +62,7 @@ class CaptureServer:
             aux[1, 2] = float("nan")
         if fault != "lost":
             sent = [*ids[:-1], ids[-1] - 1] if fault == "foreign_ids" else ids
-            publish(self._folder, body["rid"], sent, aux, states[-1], self._said_layer_ids)
+            self.hand_over(body["rid"], sent, aux, states[-1])
         return web.json_response(
             {
                 "text": "",
