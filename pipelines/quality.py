@@ -84,7 +84,7 @@ def judge(
 
 
 def _reserved(output_ids: Sequence[int], reserved: frozenset[int]) -> _Failed | None:
-    if reserved.isdisjoint(output_ids):
+    if not reserved or reserved.isdisjoint(output_ids):
         return None
     position = next(at for at, token in enumerate(output_ids) if token in reserved)
     return "reserved_id", f"id {output_ids[position]} at position {position}"

@@ -15,6 +15,7 @@ from pipelines.quality import Accepted, Rejected, judge, last_question
 from pipelines.recipe import Gates, TargetProfile
 from pipelines.schema import SegmentKind, response_id
 from pipelines.split import Decode, Split, Splitter
+from pipelines.token_bytes import token_bytes
 from pipelines.tool_calls import NO_CALLS, ToolCalls, read_calls
 
 _params_json = json.JSONEncoder(sort_keys=True).encode
@@ -69,12 +70,29 @@ class Reader:
 
 def decoder_of(tokenizer: Any) -> Decode:
     """How a tokenizer's ids become text here: every special token shown, nothing cleaned up."""
-    if tokenizer.is_fast:  # straight to it: the wrapper walks over all ids once more
-        whole = tokenizer.backend_tokenizer.decode
-        return lambda ids: str(whole(list(ids), skip_special_tokens=False))
-    return lambda ids: str(
-        tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    )
+    if not tokenizer.is_fast:
+        return lambda ids: str(
+            tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+    # Straight to it: the wrapper walks over all ids once more.
+    backend = tokenizer.backend_tokenizer
+
+    def whole(ids: Sequence[int]) -> str:
+        return str(backend.decode(list(ids), skip_special_tokens=False))
+
+    known = token_bytes(backend)
+    if known is None:
+        return whole
+
+    def joined(ids: Sequence[int]) -> str:
+        try:
+            return known.decode(ids)
+        except IndexError:  # a target's vocabulary may be padded beyond the tokenizer's
+            return whole(ids)
+
+    return joined
 
 
 def tool_names(tools: str) -> list[str]:
@@ -207,7 +225,7 @@ class RowMaker:
             "text": text,
             "status": status,
             "detail": encodable(detail),
-            "flags": json.dumps(flags),
+            "flags": json.dumps(flags) if flags else "[]",
             "weight_version": encodable(reply.weight_version),
         }
 

@@ -47,6 +47,8 @@ class ToolCalls:
 
     def as_json(self) -> str:
         """A JSON list."""
+        if not self.calls:  # as most responses have it
+            return "[]"
         return json.dumps([one.as_json() for one in self.calls], ensure_ascii=False)
 
 

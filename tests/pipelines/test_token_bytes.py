@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pipelines.target import prepare_quickstart_target
 from pipelines.token_bytes import token_bytes
@@ -34,6 +34,25 @@ def test_a_text_is_spelled_if_its_ids_decode_to_it(ids, other):
     if "�" not in back:  # which stands for bytes that are no text
         assert known.spell(back, ids)
     assert known.spell(other, ids) == (other == back and "�" not in back)
+    if max(ids, default=0) < len(one.get_vocab()):
+        assert known.decode(ids) == back
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 255), max_size=12))
+def test_bytes_that_are_no_text_become_the_marks_that_the_decoder_makes(codes):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    one = backend(words=alphabet)
+    known = token_bytes(one)
+    assert known is not None
+    assert known.decode(codes) == decoded(one, codes)
+
+
+def test_an_id_beyond_the_vocabulary_is_not_made_up():
+    known = token_bytes(backend())
+    assert known is not None
+    with pytest.raises(IndexError):
+        known.decode([len(WORDS)])
 
 
 def test_bytes_that_are_no_text_spell_no_replacement_character():
