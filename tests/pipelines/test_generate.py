@@ -30,6 +30,7 @@ from tests.support.generate_run import (
 )
 
 FEW_PERMITS = "generate.pool={max_in_flight_per_server: 2}"
+AT_ONCE = "generate.gates.canary_rows=60"  # one pool of workers, not a second after the canary
 pytestmark = pytest.mark.usefixtures("local_ray")
 COUNT = 60
 
@@ -106,7 +107,8 @@ def test_a_stop_in_the_canary_asks_nobody_else_and_the_cure_lets_the_run_go_on(
     assert set(numbers_of_rows(server)) <= set(range(8))
 
     with FakeServer(by_number, model_path=str(tiny_target)) as server:
-        counts = generate(recipe_for(tmp_path, tiny_target, server.url), run, EventLog(run))
+        recipe = recipe_for(tmp_path, tiny_target, server.url, AT_ONCE)
+        counts = generate(recipe, run, EventLog(run))
     assert numbers_of_rows(server) == list(range(COUNT))
     assert counts["sets"]["chat"]["ok"] == 48
 
@@ -133,9 +135,8 @@ def test_a_stop_in_a_window_loses_nothing_and_only_the_bad_window_is_asked_again
     assert set(suspects) <= held
 
     with FakeServer(by_number, model_path=str(tiny_target)) as server:
-        counts = generate(
-            recipe_for(tmp_path, tiny_target, server.url, FEW_PERMITS), run, EventLog(run)
-        )
+        recipe = recipe_for(tmp_path, tiny_target, server.url, FEW_PERMITS, AT_ONCE)
+        counts = generate(recipe, run, EventLog(run))
     again = {f"chat-{number:012x}" for number in numbers_of_rows(server)}
     assert set(suspects) <= again
     assert not again & (held - set(suspects))
@@ -157,18 +158,13 @@ def test_a_target_whose_reasoning_is_never_seen_stops_within_its_canary(run, tmp
     assert committed_files(run, "chat") == []
 
 
-def test_replies_without_counts_stop_within_the_canary(run, tmp_path, tiny_target):
+def test_replies_without_counts_are_a_failed_preflight(run, tmp_path, tiny_target):
     def without_counts(request, _):
         reply = good_reply(request)
         del reply["meta_info"]["completion_tokens"]
         return Reply(reply)
 
-    write_prompts(run, COUNT)
-    with FakeServer(after_the_probe(without_counts), model_path=str(tiny_target)) as server:
-        recipe = recipe_for(tmp_path, tiny_target, server.url, "generate.pool={attempts: 1}")
-        with pytest.raises(QualityStop, match="missing_completion_tokens"):
-            generate(recipe, run, EventLog(run))
-    assert len(numbers_of_rows(server)) <= 8
+    write_prompts(run, 3)
     with (
         FakeServer(without_counts, model_path=str(tiny_target)) as server,
         pytest.raises(PreflightFailed, match="missing_completion_tokens"),

@@ -52,11 +52,10 @@ def test_a_good_run_passes_every_check_and_is_not_touched(good, monkeypatch):
     assert CliRunner().invoke(app, ["verify", str(good.root)]).exit_code == 0
 
 
-@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", CORRUPTIONS)
-def test_each_corruption_is_found_by_its_check_and_named_with_its_place(run, name, seed):
+def test_each_corruption_is_found_by_its_check_and_named_with_its_place(run, name):
     corruption = CORRUPTIONS[name]
-    place = corruption.corrupt(run, Random(f"{name}/{seed}"))
+    place = corruption.corrupt(run, Random(name))
     if corruption.sealed:
         reseal(run)
     before = snapshot(run)

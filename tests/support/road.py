@@ -57,7 +57,7 @@ def eyas(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProces
 
 
 def ask_eyas(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The same within this process, which has its imports already: for what needs no Ray."""
+    """The same in this process, which has its imports already; a Ray that runs here is used."""
     words = ["eyas", *map(str, arguments)]
     out, err, root = io.StringIO(), io.StringIO(), logging.getLogger()
     handler, level = signal.getsignal(signal.SIGTERM), root.level
