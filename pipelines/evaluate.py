@@ -9,13 +9,12 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,61 +26,37 @@ from actors.fleet import running_servers
 from actors.launch import EngineOptions
 from actors.pool import Failed, Pool
 from actors.protocol import Completion, GenerateRequest, sampling_params
+from actors.reference_draft import read_draft
 from pipelines.errors import PreflightFailed, VerificationFailed
+from pipelines.evaluate_figures import (
+    DRAFTED,
+    PHASES,
+    Answer,
+    Measured,
+    Phase,
+    Prompt,
+    counters_of_draft,
+    first_difference,
+    prompts_of,
+    summarise,
+)
+from pipelines.evaluate_replay import MAX_TOKENS, agrees, pieces_of, replay
+from pipelines.evaluate_samples import SAMPLES, AnswerSample, write_samples
 from pipelines.export import read_draft_config, write_untrained_draft
-from pipelines.recipe import Recipe, fingerprint
+from pipelines.recipe import Recipe
+from pipelines.response_row import decoder_of
 from pipelines.store import RunFolder, sha256_of, write_json
 from pipelines.telemetry import EventLog, Progress
+from pipelines.template import load_tokenizer
 from pipelines.witness import Witness, can_witness
-from training.acceptance import Counters, bootstrap_interval, ngram_acceptance, pooled
+from training.acceptance import Counters
 from training.export import WEIGHTS_FILE
 
 logger = logging.getLogger(__name__)
 
-EVALUATION_VERSION = "1"
-OVERALL_DOMAINS = ("chat", "math", "code")
-Phase = Literal["plain", "trained", "untrained"]
-DRAFTED: tuple[Phase, ...] = ("trained", "untrained")
-PHASES: tuple[Phase, ...] = ("plain", *DRAFTED)
 # Two tokens whose fp32 logits are nearer than this may swap with the order of a sum; a draft
 # changes how many rows a forward has, and with it that order.
 TIE_LOGIT_GAP = 1e-3
-_BOOTSTRAP_SEED = 1
-# Of each set's prompts. An untrained draft is hardly ever right, so a few say it, and each token
-# costs a whole verification.
-_UNTRAINED_SHARE = 0.25
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One held-out prompt, rendered through the chat template by the prepare stage."""
-
-    sample_id: str
-    dataset: str
-    domain: str
-    input_ids: tuple[int, ...]
-    max_new_tokens: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a server made of one prompt. `counters` is None without a draft."""
-
-    output_ids: tuple[int, ...]
-    counters: Counters | None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One phase: the answers by sample id."""
-
-    answers: Mapping[str, Answer]
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens over wall time: says something of this machine only."""
-        return sum(len(one.output_ids) for one in self.answers.values()) / self.seconds
 
 
 def evaluate(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
@@ -104,6 +79,7 @@ def evaluate(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]
     differences = compare(recipe, prompts, measured)
     refuse_lossy(differences)
     result = summarise(recipe, run, prompts, measured, differences)
+    result["samples"] = write_samples(run, *replayed(recipe, run, prompts, measured))
     write_json(run.evaluation, result)
     shutil.rmtree(run.evaluation_phases)
     return _counts(result)
@@ -138,17 +114,6 @@ def read_prompts(recipe: Recipe, run: RunFolder) -> list[Prompt]:
     return prompts
 
 
-def prompts_of(phase: Phase, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts that a phase asks: all, or for the untrained draft the first of each set."""
-    if phase != "untrained":
-        return list(prompts)
-    chosen: list[Prompt] = []
-    for dataset in dict.fromkeys(prompt.dataset for prompt in prompts):
-        of_set = [prompt for prompt in prompts if prompt.dataset == dataset]
-        chosen += of_set[: math.ceil(_UNTRAINED_SHARE * len(of_set))]
-    return chosen
-
-
 def compare(
     recipe: Recipe, prompts: Sequence[Prompt], measured: Mapping[Phase, Measured]
 ) -> list[dict[str, Any]]:
@@ -180,97 +145,44 @@ def compare(
     return [{key: one[key] for key in one if key != "context"} for one in differences]
 
 
-def first_difference(expected: Sequence[int], seen: Sequence[int]) -> int | None:
-    """The first position where two outputs differ, an end that comes early included."""
-    for position, (one, other) in enumerate(zip(expected, seen, strict=False)):
-        if one != other:
-            return position
-    return None if len(expected) == len(seen) else min(len(expected), len(seen))
-
-
-def summarise(
-    recipe: Recipe,
-    run: RunFolder,
-    prompts: Sequence[Prompt],
-    measured: Mapping[Phase, Measured],
-    differences: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """The content of `evaluation.json`."""
-    steps = recipe.evaluate.draft_steps
-    plain = measured["plain"].answers
-    kinds: dict[str, list[tuple[Prompt, Counters]]] = {
-        phase: [
-            (prompt, _counted(measured[phase].answers[prompt.sample_id]))
-            for prompt in prompts_of(phase, prompts)
-        ]
-        for phase in DRAFTED
-    }
-    kinds["ngram"] = [
-        (
-            prompt,
-            ngram_acceptance(
-                prompt.input_ids,
-                plain[prompt.sample_id].output_ids,
-                steps=steps,
-                emitted=prompt.max_new_tokens,
-            ),
+def replayed(
+    recipe: Recipe, run: RunFolder, prompts: Sequence[Prompt], measured: Mapping[Phase, Measured]
+) -> tuple[list[AnswerSample], dict[str, int]]:
+    """The trained draft's rounds in the first answers of each set, and why answers are left out."""
+    sets = list(dict.fromkeys(prompt.dataset for prompt in prompts))
+    each = max(1, SAMPLES // len(sets))
+    chosen = [
+        one for name in sets for one in [p for p in prompts if p.dataset == name][:each]
+    ][:SAMPLES]  # fmt: skip
+    if not can_witness(recipe.target):
+        return [], {"target_too_large": len(chosen)}
+    witness, draft = Witness(recipe.target, torch.float32), read_draft(run.draft)
+    decode = decoder_of(load_tokenizer(recipe.target))
+    samples: list[AnswerSample] = []
+    left_out = Counter[str]()
+    for prompt in chosen:
+        plain, drafted = (measured[one].answers[prompt.sample_id] for one in ("plain", "trained"))
+        ids = (*prompt.input_ids, *plain.output_ids)
+        if len(ids) > MAX_TOKENS:
+            left_out["too_long"] += 1
+            continue
+        states = witness.states(ids)
+        accepted = replay(
+            draft,
+            torch.tensor(ids),
+            torch.cat([states[layer + 1] for layer in recipe.target.profile.aux_layer_ids], dim=1),
+            prompt_tokens=len(prompt.input_ids),
+            emitted=len(drafted.output_ids),
+            steps=recipe.evaluate.draft_steps,
         )
-        for prompt in prompts
-    ]
-    domains = sorted({prompt.domain for prompt in prompts})
-    phases = [(phase, measured[phase]) for phase in PHASES]
-    groups = {"overall": OVERALL_DOMAINS, "all_domains": tuple(domains)}
-    groups |= {domain: (domain,) for domain in domains}
-    return {
-        "version": EVALUATION_VERSION,
-        "recipe": fingerprint(recipe, "evaluate"),
-        "draft_sha256": sha256_of(run.draft / WEIGHTS_FILE),
-        "method": {
-            "decoding": "greedy",
-            "speculation": "chain",
-            "dtype": recipe.evaluate.servers.dtype,  # type: ignore[union-attr]
-            "draft_steps": steps,
-            "max_new_tokens": recipe.evaluate.max_new_tokens,
-            "acceptance_length": "1 + correct_drafts / verifications, from summed counters",
-            "overall": list(OVERALL_DOMAINS),
-            "untrained": f"on the first {_UNTRAINED_SHARE:.0%} of each set's prompts",
-            "interval": "95%, percentile bootstrap over prompts",
-            "ngram": "longest suffix of 4 to 1 tokens, its latest occurrence before",
-        },
-        "prompts": len(prompts),
-        "prompts_per_set": recipe.evaluate.prompts_per_set,
-        "sets": [one.name for one in recipe.prompts.evaluation],
-        "lossless": all(one["is_tie"] for one in differences),
-        "tokens_compared": sum(
-            len(one.output_ids) for phase in DRAFTED for one in measured[phase].answers.values()
-        ),
-        "numeric_ties": list(differences),
-        "acceptance": {
-            kind: {
-                name: _acceptance(
-                    [one for prompt, one in counted if prompt.domain in members], steps
-                )
-                for name, members in groups.items()
-            }
-            for kind, counted in kinds.items()
-        },
-        # Wall time of this machine, small batches, no CUDA graphs: for information only.
-        "tokens_per_second": {name: round(one.tokens_per_second, 2) for name, one in phases},
-        "seconds": {name: round(one.seconds, 2) for name, one in phases},
-    }
-
-
-def _acceptance(counted: Sequence[Counters], steps: int) -> dict[str, Any]:
-    total = pooled(counted, steps=steps)
-    return {
-        "prompts": len(counted),
-        "acceptance_length": total.acceptance_length,
-        "interval": bootstrap_interval(counted, seed=_BOOTSTRAP_SEED),
-        "acceptance_rates": total.acceptance_rates,
-        "verifications": total.verifications,
-        "correct_drafts": total.correct_drafts,
-        "histogram": total.histogram,
-    }
+        if not agrees(accepted, counters_of_draft(drafted)):
+            left_out["server_counted_otherwise"] += 1
+            continue
+        pieces = pieces_of(drafted.output_ids, decode)
+        samples.append(
+            AnswerSample(prompt.sample_id, prompt.dataset, prompt.domain, pieces, accepted)
+        )
+    return samples, dict(left_out)
 
 
 def refuse_lossy(differences: Sequence[Mapping[str, Any]]) -> None:
@@ -449,11 +361,6 @@ def counters_of(reply: Completion, steps: int | None) -> Counters | None:
     if not 0 <= cut <= steps:
         raise BadReply("spec_counters", f"{sums} explain {cut:+d} tokens more than came")
     return counters
-
-
-def _counted(answer: Answer) -> Counters:
-    assert answer.counters is not None, "a phase with a draft has counters"
-    return answer.counters
 
 
 def _counts(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from pipelines.evaluate import (
     read_prompts,
     refuse_lossy,
 )
+from pipelines.evaluate_samples import read_samples
 from pipelines.telemetry import EventLog
 from pipelines.witness import Witness
 from tests.support.tiny_draft import TINY_DRAFT, tiny_vocabulary, tiny_weights
@@ -79,6 +80,14 @@ def test_a_draft_changes_no_token_and_what_was_measured_before_a_fault_is_kept(e
     sums = [page["acceptance"][kind]["all_domains"] for kind in ("trained", "untrained")]
     made = 8 + sum(one["verifications"] + one["correct_drafts"] for one in sums)
     assert page["tokens_compared"] <= made <= page["tokens_compared"] + 8 * 3
+
+    # What was replayed here is what the server counted, or it is left out.
+    samples = read_samples(run)
+    assert page["samples"]["left_out"] == {}
+    assert [one.sample_id for one in samples] == [f"eval-{at:012x}" for at in range(6)]
+    rounds = sum(len(one.accepted) for one in samples)
+    assert rounds == page["acceptance"]["trained"]["all_domains"]["verifications"]
+    assert all(len(one.pieces) == 12 for one in samples)
 
 
 def test_the_first_prompts_by_sample_id_are_taken_and_leave_room_for_the_draft(
