@@ -5,6 +5,7 @@ Boxes are 400 units wide, so that their text stays legible on a phone. Colours a
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from markupsafe import Markup, escape
 _WIDTH = 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 34
 _MAX_POINTS = 240
+_LABEL_HEIGHT, _LABEL_WIDTH = 14, 34  # of a mark's label
+_BINS = 24
+_LONG_TAIL = 16  # the longest over the median, from which on bins grow
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,18 @@ class Line:
 
     name: str
     points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment on the x axis, with the number of the words that say it; "" has none.
+
+    `kind` is a CSS class: restart, stop, alarm, note, wait.
+    """
+
+    x: float
+    label: str
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -33,25 +49,34 @@ class Bar:
 
 
 def line_chart(
-    lines: Sequence[Line], *, title: str, x: str, y: str, floor: float | None = None
+    lines: Sequence[Line],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    floor: float | None = None,
+    start: float | None = None,
+    marks: Sequence[Mark] = (),
 ) -> Markup:
-    """Lines over a shared x axis. `floor` is the least value the y axis shows."""
+    """Lines over a shared x axis. `floor` and `start` are the least values that y and x show."""
     drawn = [line for line in lines if line.points]
     if not drawn:
         return Markup("")
     xs = [point[0] for line in drawn for point in line.points]
     ys = [point[1] for line in drawn for point in line.points]
+    xs += [mark.x for mark in marks] + ([] if start is None else [start])
     low_x, high_x = min(xs), max(xs)
     ticks = nice_ticks(min(ys) if floor is None else floor, max(ys))
     low_y, high_y = ticks[0], ticks[-1]
     height = 220
+    top = _TOP + (_LABEL_HEIGHT if any(mark.label for mark in marks) else 0)
 
     def place(point: tuple[float, float]) -> str:
         across = (point[0] - low_x) / (high_x - low_x or 1)
         up = (point[1] - low_y) / (high_y - low_y or 1)
         return (
             f"{_LEFT + across * (_WIDTH - _LEFT - _RIGHT):.1f},"
-            f"{height - _BOTTOM - up * (height - _TOP - _BOTTOM):.1f}"
+            f"{height - _BOTTOM - up * (height - top - _BOTTOM):.1f}"
         )
 
     parts = []
@@ -62,6 +87,11 @@ def line_chart(
     parts.append(_text(_LEFT, height - 18, number(low_x), "start"))
     parts.append(_text(_WIDTH - _RIGHT, height - 18, number(high_x), "end"))
     parts.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, height - 4, x, "middle"))
+    for mark in marks:
+        across = float(place((mark.x, low_y)).split(",")[0])
+        parts.append(_rule(across, top, across, height - _BOTTOM, f"mark {mark.kind}"))
+    for across, label in _labels([(float(place((m.x, low_y)).split(",")[0]), m) for m in marks]):
+        parts.append(_text(across, top - 4, label, "middle"))
     for at, line in enumerate(lines):
         if len(line.points) == 1:
             cx, cy = place(line.points[0]).split(",")
@@ -76,6 +106,22 @@ def line_chart(
         for line in drawn
     )
     return _svg(height, f"{title}. {y} over {x}: {spoken}.", parts)
+
+
+def _labels(placed: Sequence[tuple[float, Mark]]) -> list[tuple[float, str]]:
+    """Where each label stands; labels too near to each other are one, "3-5"."""
+    found: list[tuple[float, list[str]]] = []
+    for across, mark in sorted(placed, key=lambda one: one[0]):
+        if not mark.label:
+            continue
+        if found and across - found[-1][0] < _LABEL_WIDTH:
+            found[-1][1].append(mark.label)
+        else:
+            found.append((across, [mark.label]))
+    return [
+        (min(across, _WIDTH - _RIGHT - 8), names[0] + (f"-{names[-1]}" if names[1:] else ""))
+        for across, names in found
+    ]
 
 
 def bar_chart(
@@ -107,7 +153,7 @@ def bar_chart(
                 )
                 end = bar.value
                 if bar.interval:
-                    low, high = (across(one) for one in bar.interval)
+                    low, high = (across(max(one, floor)) for one in bar.interval)
                     parts.append(_rule(low, y + thick / 2, high, y + thick / 2, "whisker"))
                     end = max(end, bar.interval[1])
                 parts.append(_text(across(end) + 4, y + 11, f"{bar.value:.2f}", "start"))
@@ -123,14 +169,16 @@ def bar_chart(
 
 
 def histogram(values: Sequence[int], *, title: str, at: int) -> Markup:
-    """Counts of values in at most 24 bins of equal width; `at` chooses the colour."""
+    """Counts of positive lengths in tokens, in at most 24 bins; `at` chooses the colour.
+
+    Bins are of equal width, or where few values are far longer than most, of equal ratio.
+    """
     if not values:
         return Markup("")
-    low, high = min(values), max(values)
-    width = max(1, math.ceil((high - low + 1) / 24))
-    counts = [0] * ((high - low) // width + 1)
+    edges = _edges(values)
+    counts = [0] * (len(edges) - 1)
     for value in values:
-        counts[(value - low) // width] += 1
+        counts[bisect_right(edges, value) - 1] += 1
     height, most = 86, max(counts)
     step = (_WIDTH - 20) / len(counts)
     parts = [
@@ -139,17 +187,32 @@ def histogram(values: Sequence[int], *, title: str, at: int) -> Markup:
         ).format(
             at,
             10 + index * step,
-            height - 20 - 62 * count / most,
+            height - 20 - max(62 * count / most, 1),
             max(step - 1.5, 1),
-            62 * count / most,
+            max(62 * count / most, 1),
         )
         for index, count in enumerate(counts)
+        if count
     ]
+    parts.append(_rule(10, height - 20, _WIDTH - 10, height - 20))
+    low, high = min(values), max(values)
+    scale = " (log scale)" if edges[1] - edges[0] != edges[-1] - edges[-2] else ""
     parts.append(_text(10, height - 4, f"{low:,}", "start"))
-    parts.append(_text(_WIDTH - 10, height - 4, f"{high:,} tokens", "end"))
+    if low != high:
+        parts.append(_text(_WIDTH - 10, height - 4, f"{high:,} tokens{scale}", "end"))
     middle = sorted(values)[len(values) // 2]
     said = f"{len(values):,} values from {low:,} to {high:,} tokens, median {middle:,}"
     return _svg(height, f"{title}. {said}.", parts)
+
+
+def _edges(values: Sequence[int]) -> list[float]:
+    """Ascending ends of bins; every value is in [first, last)."""
+    low, high = min(values), max(values)
+    if low >= 1 and high > _LONG_TAIL * sorted(values)[len(values) // 2]:
+        ratio = ((high + 1) / low) ** (1 / _BINS)
+        return [*(low * ratio**at for at in range(_BINS)), high + 1.0]
+    width = max(1, math.ceil((high - low + 1) / _BINS))
+    return [float(low + width * at) for at in range((high - low) // width + 2)]
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
@@ -175,6 +238,9 @@ def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def number(value: float) -> str:
     """A number as an axis says it: no needless digits."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
     if value == int(value):
         return f"{int(value):,}"
     return f"{value:.3g}"

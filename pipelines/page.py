@@ -1,4 +1,12 @@
-"""The HTML of a run's page: one template, its styles inside, no script, nothing from outside."""
+"""The HTML of a run's page: one template, its styles and its one script inside, nothing outside."""
+
+from markupsafe import Markup
+
+from pipelines import page_script, page_style
+
+# Ours, and never a run's: the only texts that go into a page as they are.
+STYLE, SCRIPT = Markup(page_style.STYLE), Markup(page_script.SCRIPT)
+SCRIPT_HASH = Markup(page_script.SCRIPT_HASH)
 
 TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -6,82 +14,11 @@ TEMPLATE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+ content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none';
+ form-action 'none'; script-src '{{ script_hash }}'">
 <link rel="icon" href="data:,">
 <title>{{ name }}: an Eyas run</title>
-<style>
-:root { color-scheme: light dark; --ink: #1b2430; --dim: #5b6675; --paper: #fbfaf7;
- --card: #ffffff; --edge: #dcd9d0; --mark: #f1eee6; --bad: #b3261e; --good: #1c7044;
- --c0: #1f5fbf; --c1: #8a93a0; --c2: #c26a00; --c3: #7a4bb3; --c4: #2f7d6b; --c5: #a83a5c;
- --c6: #6b6f1d; }
-@media (prefers-color-scheme: dark) {
- :root { --ink: #e6e9ee; --dim: #9aa5b4; --paper: #14181e; --card: #1b2129; --edge: #313a46;
-  --mark: #242c36; --bad: #ff8a80; --good: #6fd09c; --c0: #74a9ff; --c1: #8b95a3; --c2: #f0a44b;
-  --c3: #bb9af0; --c4: #66c7b0; --c5: #f08aa8; --c6: #c4c95f; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink);
- font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 24px 16px 64px; }
-h1 { font-size: 1.7rem; margin: 0 0 4px; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 40px 0 10px; padding-bottom: 4px;
- border-bottom: 1px solid var(--edge); }
-h3 { font-size: 1rem; margin: 18px 0 4px; }
-p { margin: 8px 0; max-width: 72ch; }
-.dim { color: var(--dim); } .bad { color: var(--bad); } .good { color: var(--good); }
-.big { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px;
- margin: 18px 0 4px; }
-.big div { background: var(--card); border: 1px solid var(--edge); border-radius: 8px;
- padding: 10px 14px; }
-.big b { display: block; font-size: 1.6rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(360px, 100%), 1fr));
- gap: 16px; }
-figure { margin: 0; background: var(--card); border: 1px solid var(--edge); border-radius: 8px;
- padding: 12px 14px; min-width: 0; }
-figcaption { font-weight: 600; margin-bottom: 6px; }
-svg { width: 100%; height: auto; display: block; max-width: 540px; }
-svg text { fill: var(--dim); font-size: 12px; font-family: inherit; }
-.rule { stroke: var(--edge); stroke-width: 1; }
-.whisker { stroke: var(--ink); stroke-width: 2; }
-.line { fill: none; stroke-width: 2; }
-.bar.s0, .dot.s0 { fill: var(--c0); } .bar.s1 { fill: var(--c1); }
-.bar.s2, .dot.s1 { fill: var(--c2); } .dot.s2 { fill: var(--c3); } .dot.s3 { fill: var(--c4); }
-.dot.s4 { fill: var(--c5); }
-.line.s0 { stroke: var(--c0); } .line.s1 { stroke: var(--c2); stroke-dasharray: 7 3; }
-.line.s2 { stroke: var(--c3); stroke-dasharray: 2 3; }
-.line.s3 { stroke: var(--c4); stroke-dasharray: 10 3 2 3; }
-.line.s4 { stroke: var(--c5); stroke-dasharray: 4 2; }
-.line.s5 { stroke: var(--c6); stroke-dasharray: 12 4; }
-.line.s6 { stroke: var(--c1); stroke-dasharray: 1 2; }
-.key { display: flex; flex-wrap: wrap; gap: 4px 14px; font-size: .85rem; color: var(--dim);
- margin-top: 6px; list-style: none; padding: 0; }
-.key svg { display: inline-block; width: 26px; height: 10px; vertical-align: middle; }
-.wide { overflow-x: auto; margin-top: 8px; }
-table { border-collapse: collapse; font-size: .92rem; width: 100%;
- font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--edge);
- vertical-align: top; }
-th { font-weight: 600; color: var(--dim); }
-td.n, th.n { text-align: right; white-space: nowrap; }
-.steps { display: grid; gap: 6px; margin: 8px 0; }
-.step { display: grid; grid-template-columns: 9.5rem 1fr; gap: 4px 12px; align-items: center; }
-.step .track { background: var(--mark); border-radius: 4px; position: relative; height: 24px; }
-.step .fill { background: var(--c0); opacity: .32; height: 100%; border-radius: 4px; }
-.step .said { position: absolute; left: 8px; top: 0; line-height: 24px; font-size: .9rem;
- white-space: nowrap; }
-.step .why { grid-column: 2; font-size: .85rem; color: var(--dim); }
-details { background: var(--card); border: 1px solid var(--edge); border-radius: 8px;
- padding: 8px 14px; margin: 8px 0; }
-summary { cursor: pointer; overflow-wrap: anywhere; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0 10px; padding: 8px 10px;
- background: var(--mark); border-radius: 6px; font: .85rem/1.45 ui-monospace, monospace; }
-.part { border-left: 4px solid var(--edge); padding-left: 10px; margin: 10px 0; }
-.part.prompt { border-color: var(--c1); } .part.reasoning { border-color: var(--c3); }
-.part.content { border-color: var(--c0); }
-.part > b { font-size: .8rem; letter-spacing: .04em; text-transform: uppercase;
- color: var(--dim); }
-code { font-family: ui-monospace, monospace; font-size: .88em; overflow-wrap: anywhere; }
-@media (max-width: 520px) { .step { grid-template-columns: 1fr; } .step .why { grid-column: 1; } }
-</style>
+<style>{{ style }}</style>
 </head>
 <body><main>
 {% macro key(names) %}
@@ -94,108 +31,178 @@ code { font-family: ui-monospace, monospace; font-size: .88em; overflow-wrap: an
 <rect class="bar s{{ loop.index0 }}" width="26" height="10"/></svg> {{ one }}</li>
 {% endfor %}</ul>
 {% endmacro %}
+{% macro absent(part, words) %}
+{% if part in faults %}<p class="bad">Cannot be shown: {{ faults[part][0] }}</p>
+{% else %}<p class="dim">Not there yet: {{ words }}</p>{% endif %}
+{% endmacro %}
+{% macro steps_head(steps) %}
+{% for k in steps %}<th class="n">step {{ k }}</th>{% endfor %}
+{% endmacro %}
+{% macro numbers(cells) %}
+{% for one in cells %}<td class="n">{{ one }}</td>{% endfor %}
+{% endmacro %}
 
 <header>
 <h1>{{ name }}</h1>
-<p class="dim">{{ lead }}</p>
+<p class="dim">{{ state }}</p>
+{% if alarms %}<div class="notice"><b>Alarms</b><ul>
+{% for one in alarms %}<li>{{ one }}</li>{% endfor %}</ul></div>{% endif %}
+{% if faults %}<div class="notice"><b>Some of this run cannot be read</b>; <code>eyas verify</code>
+says what is broken.<ul>{% for part, said in faults.items() %}{% for one in said[:5] %}
+<li>{{ part }}: {{ one }}</li>{% endfor %}{% if said|length > 5 %}
+<li>{{ part }}: {{ said|length - 5 }} more</li>{% endif %}{% endfor %}</ul></div>{% endif %}
 {% if big %}<div class="big">{% for label, value in big %}
 <div><b>{{ value }}</b>{{ label }}</div>{% endfor %}</div>{% endif %}
+<dl class="what">{% for label, value in what %}<dt>{{ label }}</dt><dd>{{ value }}</dd>
+{% endfor %}</dl>
 </header>
 
-<h2>From prompts to training rows</h2>
+<h2>From source rows to training rows</h2>
 {% if funnel %}
 <div class="steps">{% for step in funnel %}
 <div class="step"><div>{{ step.name }}</div>
 <div class="track"><div class="fill" style="width: {{ step.percent }}%"></div>
 <div class="said">{{ step.said }}</div></div>
-{% if step.why %}<div class="why">{{ step.why }}</div>{% endif %}</div>
+{% if step.note %}<div class="why">{{ step.note }}</div>{% endif %}
+{% if step.lost %}<div class="why">missing: {% for why, count in step.lost %}
+{{ why }} {{ count }}{{ ", " if not loop.last }}{% endfor %}</div>{% endif %}
+{% if step.unexplained %}<div class="why bad">missing without a reason on record:
+{{ step.unexplained }}</div>{% endif %}</div>
 {% endfor %}</div>
-{% else %}<p class="dim">Not there yet: no stage is finished.</p>{% endif %}
-
+{% else %}{{ absent("funnel", "no stage is finished.") }}{% endif %}
 {% if sets %}
-<h2>Prompt sets</h2>
-<div class="wide"><table>
-<thead><tr><th>set</th><th>domain</th><th>used for</th><th class="n">prompts</th>
-<th class="n">ok</th><th class="n">rejected</th><th class="n">failed</th>
-<th class="n">median prompt</th><th class="n">median answer</th></tr></thead>
+<div class="wide" tabindex="0" role="region" aria-label="Prompt sets"><table>
+<thead><tr><th>set</th><th>domain</th><th>used for</th><th class="n">source rows</th>
+<th class="n">prompts</th><th class="n">ok</th><th class="n">rejected</th><th class="n">failed</th>
+</tr></thead>
 <tbody>{% for one in sets %}<tr><td>{{ one.name }}</td><td>{{ one.domain }}</td>
-<td>{{ one.use }}</td><td class="n">{{ one.prompts }}</td><td class="n">{{ one.ok }}</td>
-<td class="n">{{ one.rejected }}</td><td class="n">{{ one.failed }}</td>
-<td class="n">{{ one.prompt_median }}</td><td class="n">{{ one.answer_median }}</td></tr>
+<td>{{ one.use }}</td>
+{{ numbers([one.rows, one.prompts, one.ok, one.rejected, one.failed]) }}</tr>
 {% endfor %}</tbody></table></div>
-<p class="dim">Lengths in tokens: prompts as the target reads them, and answers that are ok.</p>
-{% if lengths %}<div class="charts">{% for one in lengths %}
-<figure><figcaption>{{ one.title }}</figcaption>{{ one.chart }}</figure>
-{% endfor %}</div>{% endif %}
 {% endif %}
+{% if rejected %}<details><summary>Source rows that became no prompts: examples of each
+reason</summary><div class="wide" tabindex="0" role="region" aria-label="Rejected rows"><table>
+<thead><tr><th>set</th><th>reason</th><th>where</th><th>what was seen</th></tr></thead>
+<tbody>{% for one in rejected %}<tr><td>{{ one.dataset }}</td><td>{{ one.status }}</td>
+<td><code>{{ one.file }}:{{ one.line }}</code></td><td class="long">{{ one.detail }}</td></tr>
+{% endfor %}</tbody></table></div></details>{% endif %}
+
+<h2>Lengths</h2>
+{% if lengths %}
+<p class="dim">In tokens. Prompts as the target reads them; of responses that are ok the reasoning,
+and the rest of the output.</p>
+{% for one in lengths %}
+<figure class="set"><figcaption>{{ one.name }} <span class="dim">{{ one.said }}</span>
+</figcaption>
+<div class="trio">{% for chart in one.charts %}<div><p>{{ chart.name }}: {{ chart.said }}</p>
+{{ chart.chart }}</div>{% endfor %}</div></figure>
+{% endfor %}
+{% else %}{{ absent("lengths", "no prompts are prepared.") }}{% endif %}
+
+<h2>Over time</h2>
+{% if timeline %}
+<div class="charts">{% for one in timeline.charts %}
+<figure><figcaption>{{ one.title }}</figcaption>{{ one.chart }}<p>{{ one.said }}</p></figure>
+{% endfor %}</div>
+{% if timeline.moments %}
+<ol class="moments">{% for one in timeline.moments %}
+<li><b>{{ one.number }}</b><span class="when">{{ one.when }}</span>
+<span class="words {{ one.kind }}">{{ one.said }}</span></li>{% endfor %}</ol>
+{% if timeline.left_out %}<p class="dim">{{ timeline.left_out }} more, between these, are in
+events.jsonl.</p>{% endif %}
+{% else %}<p class="dim">No restart, no stop, no server that died.</p>{% endif %}
+{% if history %}<p class="dim">Mended since: {{ history|join("; ") }}.</p>{% endif %}
+{% else %}{{ absent("timeline", "no response came, and nothing happened.") }}{% endif %}
 
 <h2>Training</h2>
 {% if training %}
 <p>{{ training.said }}</p>
 <div class="charts">{% for one in training.charts %}
-<figure><figcaption>{{ one.title }}</figcaption>{{ one.chart }}{{ key(one.names) }}</figure>
+<figure><figcaption>{{ one.title }}</figcaption>{{ one.chart }}
+{% if one.names %}{{ key(one.names) }}{% endif %}</figure>
 {% endfor %}</div>
 {% if training.heldout %}
 <h3>Held-out rows of the training sets</h3>
-<div class="wide"><table><thead><tr><th>domain</th><th class="n">simulated AL</th>
-{% for k in training.steps %}<th class="n">step {{ k }}</th>{% endfor %}</tr></thead>
-<tbody>{% for one in training.heldout %}<tr><td>{{ one.name }}</td><td class="n">{{ one.length }}
-</td>{% for rate in one.rates %}<td class="n">{{ rate }}</td>{% endfor %}</tr>{% endfor %}
-</tbody></table></div>
+<div class="wide" tabindex="0" role="region" aria-label="Held-out rows"><table>
+<thead><tr><th>domain</th><th class="n">simulated AL</th>{{ steps_head(training.steps) }}</tr>
+</thead><tbody>{% for one in training.heldout %}<tr><td>{{ one.name }}</td>
+{{ numbers([one.length]) }}{{ numbers(one.rates) }}</tr>{% endfor %}</tbody></table></div>
 <p class="dim">Acceptance rate at step k: the share of drafts right at step k, of those that were
 right at all steps before.</p>
 {% endif %}
-{% else %}<p class="dim">Not there yet: the draft was not trained.</p>{% endif %}
+{% else %}{{ absent("training", "the draft was not trained.") }}{% endif %}
 
 <h2>Acceptance length</h2>
 {% if acceptance %}
-<p>{{ acceptance.said }}</p>
+<p{% if not acceptance.lossless %} class="bad"{% endif %}>{{ acceptance.said }}</p>
 <div class="charts"><figure><figcaption>Acceptance length by domain, with 95% intervals</figcaption>
-{{ acceptance.chart }}{{ barkey(acceptance.names) }}</figure></div>
-<div class="wide"><table><thead><tr><th>domain</th><th class="n">prompts</th>
+{{ acceptance.chart }}{{ barkey(acceptance.names) }}</figure>
+<figure><figcaption>Acceptance rate at each drafted token</figcaption>
+{{ acceptance.rates }}{{ key(acceptance.names) }}
+<div class="wide" tabindex="0" role="region" aria-label="Acceptance rate by step"><table>
+<thead><tr><th>trained draft</th>{{ steps_head(acceptance.steps) }}</tr></thead>
+<tbody>{% for one in acceptance.rows %}<tr><td>{{ one.name }}</td>{{ numbers(one.rates) }}</tr>
+{% endfor %}</tbody></table></div></figure></div>
+<div class="wide" tabindex="0" role="region" aria-label="Acceptance length by domain"><table>
+<thead><tr><th>domain</th><th class="n">prompts</th>
 {% for one in acceptance.names %}<th class="n">{{ one }}</th>{% endfor %}</tr></thead>
-<tbody>{% for one in acceptance.rows %}<tr><td>{{ one.name }}</td><td class="n">{{ one.prompts }}
-</td>{% for cell in one.cells %}<td class="n">{{ cell }}</td>{% endfor %}</tr>{% endfor %}
-</tbody></table></div>
+<tbody>{% for one in acceptance.rows %}<tr><td>{{ one.name }}</td>{{ numbers([one.prompts]) }}
+{{ numbers(one.cells) }}</tr>{% endfor %}</tbody></table></div>
 <p class="dim">{{ acceptance.method }}</p>
-{% else %}<p class="dim">Not there yet: the draft was not measured.</p>{% endif %}
+{% else %}{{ absent("acceptance", "the draft was not measured.") }}{% endif %}
 
-<h2>Samples</h2>
+<h2 id="samples-head">Samples</h2>
 {% if samples %}
-<p class="dim">{{ samples|length }} responses, spread over the sets. Prompt, reasoning and content
-are told apart by token ids, not by searching text.</p>
-{% for one in samples %}
-<details><summary><code>{{ one.sample_id }}</code>
-{% if one.status == "ok" %}<span class="good">ok</span>
-{% else %}<span class="bad">{{ one.status }}</span>
-{% endif %}
+<p class="dim">{{ samples.shown|length }} samples, of {{ samples.total }} responses; a page takes
+{{ samples.most }} and {{ samples.most_bytes }} kB of text.
+{% if samples.left_out %}{{ samples.left_out }} more had no room.{% endif %}
+Prompt, reasoning, content and tool calls are told apart by token ids, not by searching text.
+{% if "evaluated" in samples.statuses %}In evaluated answers <mark>marked text</mark> was drafted
+and accepted; the rest is the target's own.{% endif %}</p>
+<div class="browser" id="browser" hidden role="group" aria-labelledby="samples-head">
+<button type="button" id="browse-previous" aria-keyshortcuts="ArrowLeft">Previous</button>
+<button type="button" id="browse-next" aria-keyshortcuts="ArrowRight">Next</button>
+<output id="browse-place" aria-live="polite"></output>
+<label>set <select id="browse-set"><option value="">all sets</option>
+{% for one in samples.sets %}<option value="{{ one }}">{{ one }}</option>{% endfor %}</select>
+</label>
+<label>status <select id="browse-status"><option value="">all</option>
+{% for one in samples.statuses %}<option value="{{ one }}">{{ one }}</option>{% endfor %}</select>
+</label>
+</div>
+<div id="samples">{% for one in samples.shown %}
+<details class="sample" data-set="{{ one.set }}" data-status="{{ one.kind }}">
+<summary><code>{{ one.id }}</code>
+<span class="{{ "bad" if one.kind in ("rejected", "failed") else "good" }}">{{ one.status }}</span>
 <span class="dim">{{ one.said }}</span></summary>
-{% for message in one.messages %}<div class="part prompt"><b>prompt: {{ message.role }}</b>
-<pre>{{ message.text }}</pre></div>{% endfor %}
-{% if one.reasoning %}<div class="part reasoning"><b>reasoning</b><pre>{{ one.reasoning }}</pre>
-</div>{% endif %}
-{% if one.content %}<div class="part content"><b>content</b><pre>{{ one.content }}</pre></div>
-{% else %}<p class="dim">No content. {{ one.detail }}</p>{% endif %}
-</details>{% endfor %}
-{% else %}<p class="dim">Not there yet: no response is committed.</p>{% endif %}
+{% if one.detail %}<p class="bad">{{ one.detail }}</p>{% endif %}
+{% for part in one.parts %}<div class="part {{ part.kind }}"><b>{{ part.name }}</b>
+<pre>{% for kind, text in part.runs %}{% if kind %}<mark>{{ text }}</mark>{% else %}{{ text }}
+{%- endif %}{% endfor %}</pre></div>{% endfor %}
+</details>{% endfor %}</div>
+{% else %}{{ absent("samples", "no response is durable.") }}{% endif %}
 
 <h2>Provenance</h2>
 {% if stages %}
-<div class="wide"><table><thead><tr><th>stage</th><th class="n">time</th><th class="n">files</th>
+<div class="wide" tabindex="0" role="region" aria-label="Stages"><table>
+<thead><tr><th>stage</th><th class="n">time</th><th class="n">files</th>
 <th class="n">bytes</th><th>recipe part</th><th>result</th></tr></thead>
-<tbody>{% for one in stages %}<tr><td>{{ one.name }}</td><td class="n">{{ one.time }}</td>
-<td class="n">{{ one.files }}</td><td class="n">{{ one.bytes }}</td>
-<td><code>{{ one.fingerprint }}</code></td><td>{{ one.headline }}</td></tr>{% endfor %}
+<tbody>{% for one in stages %}<tr><td>{{ one.name }}</td>
+{{ numbers([one.time, one.files, one.bytes]) }}
+<td><code>{{ one.fingerprint }}</code></td><td class="long">{{ one.headline }}</td></tr>{% endfor %}
 </tbody></table></div>
 {% endif %}
-{% if facts %}<div class="wide"><table><tbody>{% for name, value in facts %}
-<tr><th>{{ name }}</th><td><code>{{ value }}</code></td></tr>{% endfor %}</tbody></table></div>
-{% endif %}
-{% if checksums %}<details><summary>Checksums of all {{ checksums|length }} files</summary>
-<div class="wide"><table><tbody>{% for name, sha in checksums %}<tr><td><code>{{ name }}</code></td>
+{% if facts %}<dl class="what">{% for label, value in facts %}
+<dt>{{ label }}</dt><dd><code>{{ value }}</code></dd>{% endfor %}</dl>{% endif %}
+{% if checksums and checksums.rows %}<details><summary>Checksums of {{ checksums.rows|length }}
+{%- if checksums.total > checksums.rows|length %} of {{ checksums.total }}{% endif %} files; all are
+in manifest.json</summary>
+<div class="wide" tabindex="0" role="region" aria-label="Checksums"><table>
+<tbody>{% for name, sha in checksums.rows %}<tr><td><code>{{ name }}</code></td>
 <td><code>{{ sha }}</code></td></tr>{% endfor %}</tbody></table></div></details>{% endif %}
 {% if recipe %}<details><summary>The recipe, as it was resolved</summary><pre>{{ recipe }}</pre>
 </details>{% endif %}
-</main></body>
+</main>
+<script>{{ script }}</script></body>
 </html>
 """

@@ -5,7 +5,17 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.charts import Bar, Line, bar_chart, histogram, line_chart, nice_ticks, thin
+from pipelines.charts import (
+    Bar,
+    Line,
+    Mark,
+    bar_chart,
+    histogram,
+    line_chart,
+    nice_ticks,
+    number,
+    thin,
+)
 
 _NUMBERS = st.floats(-1e9, 1e9).map(lambda value: round(value, 6))
 
@@ -47,9 +57,46 @@ def test_an_unknown_value_is_said_and_never_drawn_as_zero():
 
 
 def test_a_histogram_counts_every_value():
+    svg = histogram([700, 701, 701, 900], title="lengths", at=0)
+    assert "4 values from 700 to 900 tokens" in svg
+    assert re.findall(r'height="([0-9.]*)"', svg) == ["62.0", "20.7"]
+    assert "log scale" not in svg
+
+
+def test_where_a_few_values_are_far_longer_than_most_bins_grow():
     svg = histogram([1, 2, 2, 900], title="lengths", at=0)
-    assert "4 values from 1 to 900 tokens" in svg
-    assert len(re.findall(r'height="[1-9][0-9.]*"', svg)) == 2
+    assert re.findall(r'height="([0-9.]*)"', svg) == ["31.0", "62.0", "31.0"]
+    assert "900 tokens (log scale)" in svg
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=50))
+def test_a_histogram_takes_any_lengths_and_stays_inside_its_box(values):
+    svg = histogram(values, title="lengths", at=0)
+    bars = re.findall(r'x="([0-9.]+)" y="([0-9.]+)" width="([0-9.]+)" height="([0-9.]+)"', svg)
+    assert 1 <= len(bars) <= 24
+    for x, y, width, height in (map(float, bar) for bar in bars):
+        assert x >= 10
+        assert x + width <= 391
+        assert y >= 0
+        assert y + height <= 66.1
+
+
+def test_marks_are_drawn_with_labels_that_do_not_collide():
+    points = tuple((float(at), 1.0) for at in range(101))
+    marks = [Mark(10.0, "1", "stop"), Mark(11.0, "2", "alarm"), Mark(90.0, "3", "restart")]
+    svg = line_chart([Line("speed", points)], title="t", x="x", y="y", marks=marks)
+    assert [kind for kind in ("stop", "alarm", "restart") if f"mark {kind}" in svg] == [
+        "stop",
+        "alarm",
+        "restart",
+    ]
+    assert ">1-2<" in svg
+    assert ">3<" in svg
+
+
+def test_an_axis_says_large_numbers_shortly():
+    said = [number(one) for one in (0.0, 0.25, 9999.0, 12_000.0, 3.4e6, 2e9)]
+    assert said == ["0", "0.25", "9,999", "12k", "3.4M", "2G"]
 
 
 def test_names_are_escaped():
