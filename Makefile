@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCHMARKS := generation chaos prepare glance
 ARGS ?=
+CACHE := $(or $(EYAS_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/eyas)
+AXE := axe-core@4.14.1
 
-.PHONY: help install quickstart test conformance bench lint fix target clean
+.PHONY: help install quickstart test browser conformance bench lint fix target clean
 
 help:  ## Show the targets.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -26,6 +28,13 @@ quickstart: target  ## From nothing to a trained, exported, measured draft.
 
 test: lint target  ## Lint, types, tests: what CI runs.
 	$(BIN)/python -m pytest
+
+browser:  ## Fetch what the test of a run's page needs: Chromium (Debian, as root) and axe-core (npm).
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+	  || ! command -v apt-get >/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; }
+	@test -e $(CACHE)/axe/node_modules/axe-core/axe.min.js || ! command -v npm >/dev/null \
+	  || npm install --silent --no-fund --no-audit --prefix $(CACHE)/axe $(AXE)
 
 conformance: target  ## Set the stock SGLang server up once, then ask it and the embedded engine the same.
 	$(BIN)/python -m tests.conformance.sglang_cpu.set_up
