@@ -61,7 +61,6 @@ class Plan:
 
     config: DraftConfig
     dtype: Dtype  # in which the servers compute
-    served_ids: tuple[int, ...]  # what SGLang is told for the layers; () for the embedded engine
     shards: Sequence[Shard]
     done: Mapping[str, Part]  # by the shard's name, proved whole
 

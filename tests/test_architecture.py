@@ -15,8 +15,8 @@ ALLOWED = {"actors": {"actors"}, "training": {"training"}, "pipelines": set(PACK
 SHELLS = {
     "actors/mailbox.py",
     "actors/fleet.py",
-    "pipelines/capture.py",
     "pipelines/evaluate.py",
+    "pipelines/feature_stream.py",
     "pipelines/generate.py",
     "pipelines/publish.py",
     "pipelines/run.py",

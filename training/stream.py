@@ -36,6 +36,11 @@ STREAM_SCHEMA = pa.schema(
     ]
 )
 
+
+class StreamFault(RuntimeError):
+    """A stream that cannot go on: states were asked for in vain, as often as the pool allows."""
+
+
 # States are read where Ray keeps them, which nobody may write to; packing copies them.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 

@@ -8,11 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from pipelines.capture import capture, commit, handover_folder, plan_capture
+from pipelines.capture import capture, commit, plan_capture
 from pipelines.capture_plan import drop_foreign_files, estimate_bytes
+from pipelines.capture_servers import handover_folder
 from pipelines.capture_session import CaptureSession
 from pipelines.errors import PreflightFailed, QualityStop
 from pipelines.recipe import Recipe
+from pipelines.state_reader import Handover
 from pipelines.store import RunFolder
 from pipelines.telemetry import EventLog
 from pipelines.witness import Witness
@@ -31,7 +33,9 @@ def captured(recipe: Recipe, run: RunFolder, folder: Path, **server_settings) ->
     run.features.mkdir(exist_ok=True)
     server = CaptureServer(recipe.target, folder, layer_ids=AUX_LAYER_IDS, **server_settings)
     with serving(server) as url:
-        session = CaptureSession(recipe, run, EventLog(run), plan, folder, nonce="n")
+        session = CaptureSession(
+            recipe, run, EventLog(run), plan, Handover.of(plan.config, folder, "n")
+        )
         made = asyncio.run(session.run([url]))
     assert not list(folder.iterdir()), "a captured file was left behind"
     return commit(run, [{**plan.done, **made}[shard.name] for shard in plan.shards])
@@ -187,7 +191,9 @@ def test_a_server_that_captures_one_layer_off_is_found_before_the_first_shard(
     server = CaptureServer(recipe.target, folder, layer_ids=(2, 3, 4))
     # The file says the layers that were asked for, as a server with another convention would.
     server.says(AUX_LAYER_IDS)
-    session = CaptureSession(recipe, run, EventLog(run), plan, folder, nonce="n")
+    session = CaptureSession(
+        recipe, run, EventLog(run), plan, Handover.of(plan.config, folder, "n")
+    )
     with serving(server) as url, pytest.raises(PreflightFailed, match=r"shifted by \+1"):
         asyncio.run(session.run([url]))
     assert not run.features.exists()

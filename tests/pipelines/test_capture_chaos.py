@@ -19,6 +19,7 @@ from pipelines.capture import capture, commit, plan_capture
 from pipelines.capture_session import CaptureSession
 from pipelines.errors import PreflightFailed
 from pipelines.recipe import Recipe
+from pipelines.state_reader import Handover
 from pipelines.store import RunFolder
 from pipelines.telemetry import EventLog
 from pipelines.witness import Witness
@@ -40,9 +41,8 @@ def captured(recipe: Recipe, run: RunFolder, folder: Path, *, nonce="run1", **se
     plan = plan_capture(recipe, run)
     run.features.mkdir(exist_ok=True)
     server = HookedServer(recipe.target, folder, layer_ids=AUX_LAYER_IDS, nonce=nonce, **settings)
-    session = CaptureSession(
-        recipe, run, EventLog(run), plan, folder, nonce=nonce, late_seconds=20.0
-    )
+    handover = Handover.of(plan.config, folder, nonce, late_seconds=20.0)
+    session = CaptureSession(recipe, run, EventLog(run), plan, handover)
     try:
         with serving(server) as url:
             made = asyncio.run(session.run([url]))

@@ -1,0 +1,160 @@
+"""Rows with their states as Ray datasets, one for each training worker, in its plan's order.
+
+Nothing is on disk: a worker of a dataset asks the capture servers, takes the states out of the
+memory of their node and hands them over through Ray's object store. Training that reads slowly
+slows the asking down: a worker holds the rows of a few blocks and no more.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from actors.capture_file import CapturedStates
+from actors.config import PoolConfig
+from actors.dispatch import ServerReport
+from actors.pool import Pool
+from pipelines.state_reader import SAMPLE_FAULTS, Handover, Sample, StateReader
+from training.config import TrainConfig
+from training.reader import RowPlan
+from training.stream import StreamedStates, StreamFault, TokenStore
+
+_BLOCK_ROWS = 8
+_BLOCKS_AT_ONCE = 2  # the next one's requests wait while the last rows of this one are made
+_WORKER_CPUS = 0.1  # it waits for servers
+_LOOK_SECONDS = 1.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """All that a worker of a stream needs to know, and nothing that changes."""
+
+    tokens: Path
+    max_tokens: int  # of a sample; what lies beyond is not read by the target either
+    vocab_size: int
+    handover: Handover
+    pool: PoolConfig  # this worker's share of it
+    share: float  # of each server, in (0, 1]
+    servers: Callable[[], tuple[ServerReport, ...]]
+
+
+class StreamWorker:
+    """Answers blocks of row numbers with the rows' states. One event loop in its own thread."""
+
+    def __init__(self, plan: StreamPlan) -> None:
+        self._plan, self._tokens = plan, TokenStore(plan.tokens)
+        self._reader = StateReader(plan.handover)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._run(self._enter())
+
+    def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
+        """One table of `STREAM_SCHEMA` for each row, in the block's order."""
+        asking = [
+            asyncio.run_coroutine_threadsafe(self._states(row), self._loop)
+            for row in block["row"].to_pylist()
+        ]
+        try:
+            for one in asking:
+                yield one.result().table()
+        finally:
+            for one in asking:
+                one.cancel()
+
+    def close(self) -> None:
+        """End the loop and what lives in it. Ray ends the process instead."""
+        self._run(self._leave())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _enter(self) -> None:
+        plan = self._plan
+        self._stack = AsyncExitStack()
+        pool = Pool(
+            (), plan.pool, vocab_size=plan.vocab_size, share=plan.share, naming=self._reader.rid
+        )
+        self._pool = await self._stack.enter_async_context(pool)
+        self._pool.apply(await asyncio.to_thread(plan.servers))
+        self._following = asyncio.create_task(self._follow())
+
+    async def _leave(self) -> None:
+        self._following.cancel()
+        await self._stack.aclose()
+
+    async def _follow(self) -> None:
+        """Follow the servers as they come and go; the driver ends the run if none is left."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            self._pool.apply(await asyncio.to_thread(self._plan.servers))
+            await asyncio.to_thread(self._reader.discard_late_files)
+
+    async def _states(self, row: int) -> StreamedStates:
+        ids, _ = self._tokens.tokens(row)
+        sample = Sample(self._tokens.sample_ids[row], tuple(ids[: self._plan.max_tokens].tolist()))
+        outcome = await self._reader.read(self._pool, sample)
+        if isinstance(outcome, CapturedStates):
+            return StreamedStates(sample.sample_id, outcome.aux, outcome.last)
+        what = f"{outcome.fault}: {outcome.detail}"
+        if outcome.fault in SAMPLE_FAULTS:
+            return StreamedStates.none(sample.sample_id, what)
+        raise StreamFault(f"{sample.sample_id} after {outcome.attempt} attempts: {what}")
+
+
+def rows_from(plan: RowPlan, step: int) -> npt.NDArray[np.int64]:
+    """The rows that one rank reads from so many finished steps on, in order."""
+    numbers = (
+        row for turn in plan.turns(step) for batch in plan.micro_batches(turn) for row in batch
+    )
+    return np.fromiter(numbers, np.int64)
+
+
+def streams_from(
+    step: int, tokens: TokenStore, train: TrainConfig, worker: StreamPlan, *, node_id: str
+) -> list[Any]:
+    """A Ray `Dataset` of `STREAM_SCHEMA` for each training worker, from so many finished steps on.
+
+    The workers run on the node whose memory the servers share.
+    """
+    ranks = (
+        RowPlan(tokens, train, rank=rank, world=train.workers) for rank in range(train.workers)
+    )
+    return [_dataset(rows_from(plan, step), worker, node_id) for plan in ranks]
+
+
+def _dataset(rows: npt.NDArray[np.int64], worker: StreamPlan, node_id: str) -> Any:
+    import ray
+    from ray.data import ActorPoolStrategy, DataContext
+
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_no_progress_timeout_s = -1  # training may take its time
+    return ray.data.from_arrow(list(_blocks(rows))).map_batches(
+        StreamWorker,
+        fn_constructor_args=(worker,),
+        batch_format="pyarrow",
+        batch_size=None,
+        num_cpus=_WORKER_CPUS,
+        compute=ActorPoolStrategy(
+            size=1,
+            max_concurrent_calls_per_actor=_BLOCKS_AT_ONCE,
+            max_tasks_in_flight_per_actor=_BLOCKS_AT_ONCE + 1,
+            enable_true_multi_threading=True,
+        ),
+        label_selector={"ray.io/node-id": node_id},
+    )
+
+
+def _blocks(rows: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[pa.Table]:
+    for at in range(0, max(1, len(rows)), _BLOCK_ROWS):
+        yield pa.table({"row": pa.array(rows[at : at + _BLOCK_ROWS], pa.int64())})
