@@ -27,7 +27,7 @@ quickstart: target  ## From nothing to a trained, exported, measured draft.
 	$(BIN)/eyas run recipes/quickstart.yaml
 
 test: lint target  ## Lint, types, tests: what CI runs.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 browser:  ## Fetch what the test of a run's page needs: Chromium (Debian, as root) and axe-core (npm).
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \

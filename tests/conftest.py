@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before any import of ray, torch or deepspeed in a test.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -17,6 +18,27 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A test run that was started in the background ignores SIGINT, and would hand that on.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("suite", deadline=None)  # on a busy machine a slow example is no fault
+settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n`, a file's tests share a process, as do all on the session's Ray, and all flows.
+
+    What takes longest comes first, so that no process is left with it at the end.
+    """
+    on_ray = {item.path for item in items if "local_ray" in item.fixturenames}
+
+    def group(item: pytest.Item) -> str:
+        if item.path in on_ray:
+            return "ray"
+        return "flows" if item.path.parent.name == "flows" else item.path.stem
+
+    order = {"flows": 0, "ray": 1}
+    items.sort(key=lambda item: order.get(group(item), 2))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
 
 
 @pytest.fixture(scope="session")
