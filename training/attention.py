@@ -5,13 +5,24 @@ pass, so memory grows with the block and not with T x T; the diagonal part is me
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from training.fused import add_product, operands
 from training.packing import Span
 
-_SCORES_PER_BLOCK = {"cpu": 1 << 21, "cuda": 1 << 27}  # a block fits the caches, or fills the GPU
+_SCORES_PER_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 27}  # a block fits the caches, or fills the GPU
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some teaching rows of one document, and the keys up to its last row."""
+
+    rows: slice
+    keys: slice  # packed
+    all_see: int  # so many of these keys, from the first, lie ahead of no row
 
 
 class TTTAttention:
@@ -23,6 +34,7 @@ class TTTAttention:
 
     def __init__(self, rows: torch.Tensor, spans: Sequence[Span]) -> None:
         self._rows, self._spans = rows, spans
+        self._blocks: list[Block] | None = None
         self._causal: tuple[torch.Tensor, torch.Tensor] | None = None
         self._own_keys: list[torch.Tensor] = []
         self._own_values: list[torch.Tensor] = []
@@ -33,12 +45,13 @@ class TTTAttention:
         key: torch.Tensor,  # [N, kv_heads, d] at step 0, [R, kv_heads, d] after it
         value: torch.Tensor,  # as key
     ) -> torch.Tensor:  # [R, heads, d]
-        if self._causal is None:
+        if self._causal is None or self._blocks is None:
             self._causal = (key, value)
+            self._blocks = _blocks(self._rows, self._spans, query.shape[1])
         else:
             self._own_keys.append(key)
             self._own_values.append(value)
-        mixed, lse = _CausalAttention.apply(query, *self._causal, self._rows, self._spans)
+        mixed, lse = _CausalAttention.apply(query, *self._causal, self._rows, self._blocks)
         if not self._own_keys:
             return mixed
         return _merge_own(
@@ -78,22 +91,25 @@ class _CausalAttention(torch.autograd.Function):
         key: torch.Tensor,  # [N, kv_heads, d]
         value: torch.Tensor,  # [N, kv_heads, d]
         rows: torch.Tensor,  # [R]
-        spans: Sequence[Span],
+        blocks: Sequence[Block],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(query.dtype, torch.float32)
+        heads, kv_heads = query.shape[1], key.shape[1]
         mixed = torch.empty_like(query)
         lse = torch.empty(query.shape[:2], dtype=wide, device=query.device)
-        for row, keys in _blocks(query, spans):
-            scores = _scores(query[row], key[keys], rows[row], keys.start)
+        ctx.save_for_backward(query, key, value, rows, mixed)
+        ctx.blocks = blocks  # type: ignore[attr-defined]
+        q, k, v = operands(query, key, value)
+        for block in blocks:
+            scores = _scores(_group(q[block.rows], kv_heads), k, rows, block)
             probabilities = scores.softmax(-1)
             # The largest score has probability exp(top - lse). Neither logsumexp nor exp is used
             # here: MKL's exp is slow on the -inf of the keys that lie ahead.
             block_lse = scores.amax(-1) - probabilities.amax(-1).log()  # [kv, n * groups]
-            block = probabilities.to(query.dtype) @ value[keys].transpose(0, 1)
-            mixed[row] = _ungroup(block, query.shape[1])
-            lse[row] = _ungroup(block_lse[..., None], query.shape[1])[..., 0]
-        ctx.save_for_backward(query, key, value, rows, mixed)
-        ctx.spans = spans  # type: ignore[attr-defined]
+            mixed[block.rows] = _ungroup(
+                probabilities.to(v.dtype) @ v[block.keys].transpose(0, 1), heads
+            )
+            lse[block.rows] = _ungroup(block_lse[..., None], heads)[..., 0]
         return mixed, lse
 
     @staticmethod
@@ -103,53 +119,61 @@ class _CausalAttention(torch.autograd.Function):
         grad_lse: torch.Tensor,  # [R, heads]
     ) -> tuple[torch.Tensor | None, ...]:
         query, key, value, rows, mixed = ctx.saved_tensors  # type: ignore[attr-defined]
-        kv_heads = key.shape[1]
+        heads, kv_heads = query.shape[1], key.shape[1]
         wide = grad_lse.dtype
         # [R, heads]: what every score of a row shares
-        shared = grad_lse - (grad_mixed.to(wide) * mixed).sum(-1)
+        shared = grad_lse - torch.linalg.vecdot(grad_mixed.to(wide), mixed.to(wide))
         grad_query = torch.empty_like(query)
-        grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(key, dtype=wide)
-        for row, keys in _blocks(query, ctx.spans):  # type: ignore[attr-defined]
-            scores = _scores(query[row], key[keys], rows[row], keys.start)
-            probabilities = scores.softmax(-1)
-            grad = _group(grad_mixed[row], kv_heads)  # [kv, n * groups, d]
-            grad_value[keys] += (probabilities.to(grad.dtype).transpose(1, 2) @ grad).transpose(
-                0, 1
-            )
-            grad_scores = (grad @ value[keys].permute(1, 2, 0)).to(wide)
-            grad_scores.add_(_group(shared[row, :, None], kv_heads)).mul_(probabilities)
-            narrow = grad_scores.mul_(1 / math.sqrt(query.shape[-1])).to(query.dtype)
-            grad_query[row] = _ungroup(narrow @ key[keys].transpose(0, 1), query.shape[1])
-            grad_key[keys] += (narrow.transpose(1, 2) @ _group(query[row], kv_heads)).transpose(
-                0, 1
-            )
-        return grad_query, grad_key.to(key.dtype), grad_value.to(key.dtype), None, None
+        grad_key, grad_value = (  # [kv_heads, N, d]
+            torch.zeros_like(key, dtype=wide).transpose(0, 1).contiguous() for _ in range(2)
+        )
+        q, k, v, g = operands(query, key, value, grad_mixed)
+        for block in ctx.blocks:  # type: ignore[attr-defined]
+            asking, grad = _group(q[block.rows], kv_heads), _group(g[block.rows], kv_heads)
+            probabilities = _scores(asking, k, rows, block).softmax(-1)
+            add_product(grad_value[:, block.keys], probabilities.to(g.dtype).transpose(1, 2), grad)
+            grad_scores = (grad @ v[block.keys].permute(1, 2, 0)).to(wide)
+            grad_scores.add_(_group(shared[block.rows, :, None], kv_heads)).mul_(probabilities)
+            narrow = grad_scores.to(q.dtype)
+            scale = 1 / math.sqrt(query.shape[-1])
+            block_query = (narrow @ k[block.keys].transpose(0, 1)).mul_(scale)
+            grad_query[block.rows] = _ungroup(block_query, heads)
+            add_product(grad_key[:, block.keys], narrow.transpose(1, 2), asking * scale)
+        grads = (one.transpose(0, 1).to(key.dtype) for one in (grad_key, grad_value))
+        return grad_query, *grads, None, None
 
 
-def _blocks(
-    query: torch.Tensor,  # [R, heads, d]
-    spans: Sequence[Span],
-) -> Iterator[tuple[slice, slice]]:
-    """Slices of rows and of the keys they may see, small enough for their scores to be held."""
-    limit = _SCORES_PER_BLOCK["cuda" if query.is_cuda else "cpu"]
+def _blocks(rows: torch.Tensor, spans: Sequence[Span], heads: int) -> list[Block]:
+    """Rows in blocks small enough for their scores to be held, each with the keys it may see."""
+    limit = _SCORES_PER_BLOCK["cuda" if rows.is_cuda else "cpu"]
+    at, blocks = rows.tolist(), []
     for span in spans:
-        keys = slice(span.first_token, span.last_key + 1)
-        count = max(1, limit // (query.shape[1] * (keys.stop - keys.start)))
+        count = max(1, limit // (heads * (span.last_key + 1 - span.first_token)))
         for first in range(span.first_row, span.end_row, count):
-            yield slice(first, min(first + count, span.end_row)), keys
+            end = min(first + count, span.end_row)
+            keys = slice(span.first_token, at[end - 1] + 1)
+            blocks.append(Block(slice(first, end), keys, at[first] + 1 - span.first_token))
+    return blocks
 
 
 def _scores(
-    query: torch.Tensor,  # [n, heads, d]
-    key: torch.Tensor,  # [m, kv_heads, d]
-    rows: torch.Tensor,  # [n], packed
-    first_key: int,
+    query: torch.Tensor,  # [kv_heads, n * groups, d], of the block
+    key: torch.Tensor,  # [N, kv_heads, d], of the batch
+    rows: torch.Tensor,  # [R]
+    block: Block,
 ) -> torch.Tensor:  # [kv_heads, n * groups, m], at least fp32, -inf where a key lies ahead
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (_group(query, key.shape[1]) @ key.permute(1, 2, 0)).to(wide)
-    scores.mul_(1 / math.sqrt(query.shape[-1]))
-    ahead = torch.arange(first_key, first_key + len(key), device=rows.device) > rows[:, None]
-    scores.view(key.shape[1], len(rows), -1, len(key)).masked_fill_(ahead[:, None], -math.inf)
+    scores = torch.baddbmm(
+        query.new_empty(1, 1, 1),
+        query,
+        key[block.keys].permute(1, 2, 0),
+        beta=0,
+        alpha=1 / math.sqrt(query.shape[-1]),
+    ).to(wide)
+    some_see = torch.arange(block.keys.start + block.all_see, block.keys.stop, device=rows.device)
+    ahead = some_see > rows[block.rows, None]  # [n, m - all_see]
+    by_row = scores.view(len(scores), len(ahead), -1, scores.shape[-1])
+    by_row[..., block.all_see :].masked_fill_(ahead[:, None], -math.inf)
     return scores
 
 
