@@ -6,15 +6,16 @@ read outside the forward of the module that owns it, so that ZeRO-3 may gather i
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
 
 from training.config import DraftConfig, DraftShape
+from training.fused import gated, product, rms_norm, rotate
 
 FROZEN = ("embed_tokens.weight",)  # the target's, copied; serving shares the target's own
 
@@ -42,21 +43,55 @@ class DraftModel(nn.Module):
         size, aux = config.hidden_size, len(config.aux_layer_ids) * config.target_hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.embed_tokens.weight.requires_grad_(False)
-        self.fc = nn.Linear(aux, size, bias=False)
+        self.fc = Linear(aux, size)
         self.layers = nn.ModuleList([DraftLayer(config)])
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = DraftHead(size, config.draft_vocab_size)
 
-    def step(
+    def given(self, embedded: torch.Tensor, asked: torch.Tensor | None = None) -> "Given":
+        """What the embeddings [N, D] of tokens put in. Only tokens `asked` [G] get queries."""
+        layer = self.layers[0]
+        assert isinstance(layer, DraftLayer)
+        return layer.self_attn.given(layer.input_layernorm(embedded), asked)
+
+    def advance(
         self,
-        embedded: torch.Tensor,  # [N, D] embeddings of the tokens that the rows are given
+        given: "Given",
         hidden: torch.Tensor,  # [N, D] fc output at step 0, the recycled state after it
         positions: torch.Tensor,  # [N] int64, for RoPE
         attend: Attend,
         rows: torch.Tensor | None = None,  # [R] int64: those that need more than keys and values
     ) -> torch.Tensor:
         """The recycled state [R, D] (before the final norm) of one draft step."""
-        return self.layers[0](embedded, hidden, positions, attend, rows)
+        return self.layers[0](given, hidden, positions, attend, rows)
+
+    def step(
+        self,
+        embedded: torch.Tensor,  # [N, D] embeddings of the tokens that the rows are given
+        hidden: torch.Tensor,  # [N, D]
+        positions: torch.Tensor,  # [N]
+        attend: Attend,
+    ) -> torch.Tensor:  # [N, D]
+        """One draft step by itself."""
+        return self.advance(self.given(embedded), hidden, positions, attend)
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """The embedding's half of queries, keys and values before RoPE. It depends on the token alone,
+    so the steps share it: a row that is given token j takes row j."""
+
+    query: torch.Tensor  # [R, heads * d]
+    key: torch.Tensor  # [N, kv_heads * d]
+    value: torch.Tensor  # [N, kv_heads * d]
+
+    def take(self, asked: torch.Tensor, tokens: torch.Tensor) -> "Given":
+        """Queries of rows `asked` [R], keys and values of rows `tokens` [N]."""
+        return Given(
+            self.query.index_select(0, asked),
+            self.key.index_select(0, tokens),
+            self.value.index_select(0, tokens),
+        )
 
 
 class DraftLayer(nn.Module):
@@ -73,15 +108,15 @@ class DraftLayer(nn.Module):
 
     def forward(
         self,
-        embedded: torch.Tensor,  # [N, D]
+        given: Given,
         hidden: torch.Tensor,  # [N, D]
         positions: torch.Tensor,  # [N]
         attend: Attend,
         rows: torch.Tensor | None,  # [R]
     ) -> torch.Tensor:  # [R, D]
-        both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)  # [N, 2D]
-        residual = hidden if rows is None else hidden[rows]  # raw, un-normed
-        residual = residual + self.self_attn(both, positions, attend, rows)
+        normed = self.hidden_norm(hidden)
+        residual = hidden if rows is None else hidden.index_select(0, rows)  # raw, un-normed
+        residual = residual + self.self_attn(given, normed, positions, attend, rows)
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
@@ -93,28 +128,33 @@ class DraftAttention(nn.Module):
         self.config = config
         width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_proj = Linear(2 * config.hidden_size, width)
+        self.k_proj = Linear(2 * config.hidden_size, kv_width)
+        self.v_proj = Linear(2 * config.hidden_size, kv_width)
+        self.o_proj = Linear(width, config.hidden_size)
+
+    def given(self, embedded: torch.Tensor, asked: torch.Tensor | None) -> Given:
+        """The embedding's half [N, D], normed, through the first columns of the projections."""
+        of_queries = embedded if asked is None else embedded.index_select(0, asked)
+        return Given(self.q_proj(of_queries), self.k_proj(embedded), self.v_proj(embedded))
 
     def forward(
         self,
-        both: torch.Tensor,  # [N, 2D]
+        given: Given,
+        hidden: torch.Tensor,  # [N, D], normed
         positions: torch.Tensor,  # [N]
         attend: Attend,
         rows: torch.Tensor | None,  # [R]
     ) -> torch.Tensor:  # [R, D]
-        config = self.config
-        by_head = (config.num_attention_heads, config.head_dim)
-        by_kv_head = (config.num_key_value_heads, config.head_dim)
-        cos, sin = rope(positions, config.head_dim, config.rope_theta, both.dtype)
-        key = rotate(self.k_proj(both).unflatten(-1, by_kv_head), cos, sin)
-        value = self.v_proj(both).unflatten(-1, by_kv_head)
+        config, half = self.config, self.config.hidden_size
+        cos, sin = rope(positions, config.head_dim, config.rope_theta, hidden.dtype)
+        key = (given.key + self.k_proj(hidden, half)).unflatten(-1, (-1, config.head_dim))
+        value = (given.value + self.v_proj(hidden, half)).unflatten(-1, (-1, config.head_dim))
+        key = rotate(key, cos, sin)
         if rows is not None:
-            both, cos, sin = both[rows], cos[rows], sin[rows]
-        query = rotate(self.q_proj(both).unflatten(-1, by_head), cos, sin)
-        return self.o_proj(attend(query, key, value).flatten(1))
+            hidden, cos, sin = hidden.index_select(0, rows), cos[rows], sin[rows]
+        query = (given.query + self.q_proj(hidden, half)).unflatten(-1, (-1, config.head_dim))
+        return self.o_proj(attend(rotate(query, cos, sin), key, value).flatten(1))
 
 
 class DraftMLP(nn.Module):
@@ -122,12 +162,22 @@ class DraftMLP(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [R, D] -> [R, D]
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+
+
+class Linear(nn.Linear):
+    """Without bias. Reads rows of the whole width, or those of a part that starts at `first`."""
+
+    def __init__(self, size: int, width: int) -> None:
+        super().__init__(size, width, bias=False)
+
+    def forward(self, x: torch.Tensor, first: int = 0) -> torch.Tensor:
+        return product(x, self.weight, first)
 
 
 class DraftHead(nn.Module):
@@ -140,7 +190,7 @@ class DraftHead(nn.Module):
     def forward(
         self,
         states: torch.Tensor,  # [M, D], after the final norm
-        use: Callable[[torch.Tensor, torch.Tensor], _Result] = F.linear,  # type: ignore[assignment]
+        use: Callable[[torch.Tensor, torch.Tensor], _Result] = product,  # type: ignore[assignment]
     ) -> _Result:
         return use(states, self.weight)
 
@@ -154,26 +204,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [N, D] -> [N, D]
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def rope(
     positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [N, 1, head_dim] of Llama's rotary embedding. Angles never below fp32."""
+    """Cosines and sines [N, 1, d / 2] of Llama's rotary embedding. Angles never below fp32."""
     wide = torch.promote_types(dtype, torch.float32)
     steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide)
-    angles = positions.to(wide)[:, None] * theta ** (-steps / head_dim)  # [N, head_dim / 2]
-    angles = torch.cat([angles, angles], -1)[:, None]
+    angles = positions.to(wide)[:, None, None] * theta ** (-steps / head_dim)
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE in the half-split layout (Llama's, `is_neox_style` in SGLang)."""
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat([-high, low], -1) * sin
 
 
 def draft_config(

@@ -152,6 +152,10 @@ class PackedBatch:
     documents: torch.Tensor  # [R] int64, the document of each row
     labels: torch.Tensor  # [Q] int64, ascending packed index of each position whose teacher counts
     label_of: torch.Tensor  # [R, K] int64 into `labels`; 0 where not counted
+    given: torch.Tensor  # [G] int64, ascending packed index of each token that a row is given
+    given_of: (
+        torch.Tensor
+    )  # [R, K] int64 into `given`: x_{p+1+k}, the batch's last token at its end
     spans: tuple[Span, ...]
 
     def to(self, device: torch.device | str) -> "PackedBatch":
@@ -182,6 +186,7 @@ def pack(rows: Sequence[FeatureRow], *, steps: int, aux_size: int, last_size: in
     flags = torch.cat([torch.zeros(0, steps, dtype=torch.bool), *counted])
     label_at = rows_at[:, None] + torch.arange(1, steps + 1)  # [R, K]: teacher of x_{p+2+k}
     labels, label_of = label_at[flags].unique(return_inverse=True)
+    given, given_of = label_at.clamp(max=max(0, start - 1)).unique(return_inverse=True)
     return PackedBatch(
         sample_ids=tuple(row.sample_id for row in rows),
         input_ids=torch.cat([none, *(row.input_ids for row in rows)]),
@@ -197,5 +202,7 @@ def pack(rows: Sequence[FeatureRow], *, steps: int, aux_size: int, last_size: in
         documents=torch.cat([none, *documents]),
         labels=labels,
         label_of=torch.zeros_like(label_at).masked_scatter(flags, label_of),
+        given=given,
+        given_of=given_of,
         spans=tuple(spans),
     )

@@ -1,6 +1,8 @@
 """The fast loss against a worked example, the plain oracle, and numerical gradients."""
 
+import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.tiny_draft import TINY_DRAFT
-from training import attention, ttt
+from training import attention, fused, ttt
 from training.config import DraftConfig
 from training.dense import DenseOutcome, dense_loss
 from training.features import FeatureRow
 from training.model import DraftModel, initial_weights
 from training.packing import pack
-from training.ttt import TTTLoss, teacher_ids
+from training.ttt import TTTLoss, teacher
 
 CONFIG = TINY_DRAFT.model_copy(
     update={
@@ -135,12 +137,33 @@ def test_small_pieces_of_queries_vocabulary_and_logits_change_nothing(
     expected = gradients(loss, value)
     monkeypatch.setitem(attention._SCORES_PER_BLOCK, "cpu", 4 * 7 * 3)
     monkeypatch.setitem(ttt._LOGITS_PER_PIECE, "cpu", 17 * 5)
-    monkeypatch.setattr(ttt, "_VOCAB_PIECE", 7)
+    monkeypatch.setitem(ttt._VOCAB_PER_PIECE, "cpu", 7)
+    monkeypatch.setitem(ttt._LABELS_PER_PIECE, "cpu", 3)
     again, *flags_again = loss(batch)
     torch.testing.assert_close(again, value)
     assert all(torch.equal(a, b) for a, b in zip(flags, flags_again, strict=True))
     for name, gradient in gradients(loss, again).items():
         torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_bfloat16_agrees_with_the_plain_loss_of_the_same_numbers(
+    lacks: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fused, "_lacks_bfloat16", lambda: lacks)
+    loss = make(3).bfloat16()
+    rows = [
+        replace(row, aux=row.aux.bfloat16().double(), last=row.last.bfloat16().double())
+        for row in make_rows([[False] * 4 + [True] * 12, [True] * 9])
+    ]
+    value, *_ = loss(packed(rows, 3))
+    exact = copy.deepcopy(loss).double()
+    total = sum(oracle(exact, row).loss for row in rows)
+    assert value.item() == pytest.approx(total.item(), rel=0.02)
+    narrow, wide = gradients(loss, value), gradients(exact, total)
+    for name in wide:
+        found, expected = narrow[name].double().flatten(), wide[name].flatten()
+        assert torch.cosine_similarity(found, expected, dim=0) > 0.99, name
 
 
 def test_gradients_agree_with_finite_differences():
@@ -186,7 +209,9 @@ def test_a_label_outside_the_draft_vocabulary_counts_as_wrong_and_teaches_nothin
 
 @pytest.mark.parametrize("piece", [1, 3, 100])
 def test_the_lowest_of_equal_target_tokens_wins(piece: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ttt, "_VOCAB_PIECE", piece)
+    monkeypatch.setitem(ttt._VOCAB_PER_PIECE, "cpu", piece)
     head = torch.zeros(9, 2, dtype=torch.bfloat16)
     head[[2, 5, 8]] = 1.0
-    assert teacher_ids(torch.ones(3, 2, dtype=torch.bfloat16), head).tolist() == [2, 2, 2]
+    ids, logits = teacher(torch.ones(3, 2, dtype=torch.bfloat16), head, torch.tensor([0, 5, 7, 8]))
+    assert ids.tolist() == [2, 2, 2]
+    assert logits.tolist() == [[0.0, 2.0, 0.0, 2.0]] * 3
