@@ -153,13 +153,13 @@ def _prepare_sets(
     counts: dict[str, dict[str, Any]] = {}
     held_out = HeldOut()
     maker = PromptMaker(recipe, template)
+    work_through = partial(map, maker.make) if pool is None else partial(_through, pool)
     for one in prompts.evaluation:
         stage = _SetWork(recipe, sources[one.name], building, Chooser({}, None), held_out=held_out)
-        stage.work(partial(map, maker.make))
+        stage.work(work_through)
         counts[one.name] = stage.finish()
     texts = held_out.write(building)
     limits = limits_of(recipe)
-    work_through = partial(map, maker.make) if pool is None else partial(_through, pool)
     with ExitStack() as stack:
         writer = stack.enter_context(ThreadPoolExecutor(1))  # of a set, while the next is read
         chooser = Chooser(held_out.said, near_duplicates(recipe, building, stack))
@@ -277,7 +277,7 @@ class _SetWork:
             for worked in work_through(self._tasks()):
                 kept, bad = self._choose(worked)
                 self._files.set_aside(sorted(bad, key=lambda row: row.line))
-                self._files.add(worked.prompts.take(pa.array(kept, pa.int64())))
+                self._files.add(_taken(worked.prompts, kept))
                 progress.advance(worked.read_bytes, {"rows": f"{self.rows:,}"})
             if not self.rows:
                 raise self._empty("no rows")
@@ -358,6 +358,11 @@ class _SetWork:
             expected="at least one usable prompt in every set",
             change="correct the file or its path in the recipe",
         )
+
+
+def _taken(prompts: pa.RecordBatch, kept: list[int]) -> pa.RecordBatch:
+    """The kept rows, which mostly are all of them."""
+    return prompts if len(kept) == len(prompts) else prompts.take(pa.array(kept, pa.int64()))
 
 
 # Folders

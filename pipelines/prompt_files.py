@@ -20,7 +20,8 @@ from pipelines.sources.row import BadRow
 from pipelines.store import write_parquet
 
 _PILES = 256  # by the first two hex digits of the id's hash
-_HELD_BYTES = 16 << 20  # before rows are spilled to their piles
+_HELD_BYTES = 8 << 20  # before rows are spilled to their piles
+_SORTED_BYTES = 4 << 20  # of piles that are sorted together: each by itself costs as much
 _PART_ROWS, _PART_BYTES = 8192, 16 << 20  # of a file: what a reader has to hold
 _DETAIL_CHARACTERS = 400
 
@@ -101,12 +102,13 @@ class PromptFiles:
         self._spill_held()
         for pile in self._piles.values():
             pile.close()
-        piles = (self._pile(number, drawn_below, profile) for number in sorted(self._piles))
+        piles = (self._read(some, drawn_below, profile) for some in self._pile_groups())
         for index, part in enumerate(_parts(piles)):
             write_parquet(self._parts / f"part-{index:05d}.parquet", part)
+            del part  # before the next is put together
+            pa.default_memory_pool().release_unused()
         self._write_rejected()
         shutil.rmtree(self._spill)
-        pa.default_memory_pool().release_unused()  # a part's buffers; the next set may be small
         return profile
 
     def close(self) -> None:
@@ -128,13 +130,33 @@ class PromptFiles:
         for number in np.flatnonzero(np.diff(ends)).tolist():
             start, end = ends[number], ends[number + 1]
             if number not in self._piles:
-                path = str(self._spill / f"{number:03d}")
+                path = str(self._pile_path(number))
                 self._piles[number] = pa.ipc.new_stream(path, PREPARED_SCHEMA)
             self._piles[number].write_table(sorted_rows.slice(start, end - start))
 
-    def _pile(self, number: int, drawn_below: int | None, profile: PromptProfile) -> pa.Table:
-        with pa.ipc.open_stream(str(self._spill / f"{number:03d}")) as reader:
-            pile = reader.read_all()
+    def _pile_path(self, number: int) -> Path:
+        return self._spill / f"{number:03d}"
+
+    def _pile_groups(self) -> Iterator[list[int]]:
+        """Numbers of neighbouring piles, in order."""
+        group: list[int] = []
+        size = 0
+        for number in sorted(self._piles):
+            group.append(number)
+            size += self._pile_path(number).stat().st_size
+            if size >= _SORTED_BYTES:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
+
+    def _read(self, piles: list[int], drawn_below: int | None, profile: PromptProfile) -> pa.Table:
+        """Their rows that are drawn, ordered by sample id."""
+        tables = []
+        for number in piles:
+            with pa.ipc.open_stream(str(self._pile_path(number))) as reader:
+                tables.append(reader.read_all())
+        pile = pa.concat_tables(tables).combine_chunks()
         if drawn_below is not None:
             drawn = pc.less(pile["draw_key"], pa.scalar(drawn_below, pa.uint64()))
             left = _not_drawn(pile.filter(pc.invert(drawn)))

@@ -75,8 +75,10 @@ def test_what_is_held_and_how_rows_arrive_changes_nothing(write, monkeypatch):
     rows = [prompt(n) for n in range(50)]
     _, _, (table,) = write(rows)
     monkeypatch.setattr(module, "_HELD_BYTES", 500)
-    _, _, (other,) = write(rows[::-1], at_once=3)
-    assert other.equals(table)
+    for together in (1, 2000, 1 << 20):
+        monkeypatch.setattr(module, "_SORTED_BYTES", together)
+        _, _, (other,) = write(rows[::-1], at_once=3)
+        assert other.equals(table)
 
 
 def test_a_part_ends_by_rows_or_by_bytes_and_the_next_begins_there(write, monkeypatch):
