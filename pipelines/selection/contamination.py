@@ -6,6 +6,9 @@ import numpy as np
 
 from pipelines.selection.words import grams, words_of_letters
 
+_BITS = 16
+_REST = np.uint64(64 - _BITS)
+
 
 class EvaluationPassages:
     """Every passage of n words of the evaluation prompts.
@@ -23,6 +26,8 @@ class EvaluationPassages:
         found = grams(words, n, whole_if_shorter=False)
         order = np.argsort(found.hashes, kind="stable")  # of equal passages, the first prompt's
         self._hashes = found.hashes[order]
+        self._begun = np.zeros(1 << _BITS, bool)  # by a hash's first bits: most are not there
+        self._begun[self._hashes >> _REST] = True
         said = [word for text in range(len(texts)) for word in words.spelled(text)]
         self._said = "".join(f"{word} " for word in said)
         begins = np.cumsum([0, *(len(word) + 1 for word in said)])  # characters of `_said`
@@ -40,16 +45,16 @@ class EvaluationPassages:
         """`overlap` of each text, in a fraction of the time."""
         words = words_of_letters(texts)
         wanted = grams(words, self.n, whole_if_shorter=False)
-        begins = np.searchsorted(self._hashes, wanted.hashes)
-        ends = np.searchsorted(self._hashes, wanted.hashes, side="right")
-        hits = np.flatnonzero(begins < ends)
+        hits = np.flatnonzero(self._begun[wanted.hashes >> _REST])
+        begins = np.searchsorted(self._hashes, wanted.hashes[hits])
+        ends = np.searchsorted(self._hashes, wanted.hashes[hits], side="right")
         owners = np.searchsorted(wanted.offsets, hits, side="right") - 1
         found: list[tuple[str, str] | None] = [None] * len(texts)
-        for hit, text in zip(hits.tolist(), owners.tolist(), strict=True):
-            if found[text] is None:
+        for hit, text, begin, end in zip(hits, owners.tolist(), begins, ends, strict=True):
+            if begin < end and found[text] is None:
                 first = wanted.firsts[hit] - words.offsets[text]
                 passage = " ".join(words.spelled(text)[first : first + self.n])
-                found[text] = self._confirmed(passage, range(begins[hit], ends[hit]))
+                found[text] = self._confirmed(passage, range(begin, end))
         return found
 
     def _confirmed(self, passage: str, places: range) -> tuple[str, str] | None:
