@@ -196,7 +196,11 @@ def _texts(answer: Json) -> list[str]:
         for one in found
         for part in (one if isinstance(one, list) else [one])
     ]
-    return [one.encode(errors="replace").decode() for one in parts if isinstance(one, str)]
+    return [_storable(one) for one in parts if isinstance(one, str)]
+
+
+def _storable(text: str) -> str:
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def _text_field(row: Json, key: str, absent: str) -> str:

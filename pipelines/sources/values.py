@@ -36,6 +36,8 @@ def check_text(text: Any) -> None:
         raise Refused("bad_field", f"a key is a {kind_of(text)}, which JSON cannot hold")
     if "\0" in text:
         raise Refused("nul_character", f"a NUL character in {text[:40]!r}")
+    if text.isascii():  # known without a look at it, and most texts are
+        return
     try:
         text.encode()
     except UnicodeEncodeError as error:
