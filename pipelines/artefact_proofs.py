@@ -21,6 +21,8 @@ _WITNESSED_TOKENS = 256
 
 def feature_index(evidence: Evidence) -> str:
     """The index has its schema, each sample once, and only samples that have a response."""
+    from training.features import failed_samples
+
     rows = _index(evidence)
     breaks, seen = Breaks(), set()
     for row in rows:
@@ -31,7 +33,7 @@ def feature_index(evidence: Evidence) -> str:
             breaks.add(sample_id, "it has hidden states and no ok response")
         seen.add(sample_id)
     missing = evidence.responses.keys() - seen
-    failed = _failed_captures(evidence)
+    failed = failed_samples(evidence.run.features).keys()
     for sample_id in sorted(missing - failed):
         breaks.add(sample_id, "it has an ok response and no hidden states")
     breaks.raise_if_any()
@@ -40,6 +42,9 @@ def feature_index(evidence: Evidence) -> str:
 
 def feature_rows(evidence: Evidence) -> str:
     """Ids are prompt + output ids, the mask is the response's span, rows tile their shards."""
+    evidence.need("capture")
+    if evidence.recipe.capture.mode != "offline":
+        return _token_rows(evidence)
     breaks, tokens = Breaks(), 0
     for shard, rows in _shards(evidence):
         at = 0
@@ -145,6 +150,8 @@ def _index(evidence: Evidence) -> list[dict[str, Any]]:
     from training.features import INDEX_SCHEMA
 
     evidence.need("capture")
+    if evidence.recipe.capture.mode != "offline":
+        raise NotThere("states were made while training, and are not kept")
     path = evidence.run.features / "index.parquet"
     try:
         table = pq.read_table(path)
@@ -174,11 +181,45 @@ def _shards(evidence: Evidence) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
             raise Broken(f"{name} cannot be read: {error}") from error
 
 
-def _failed_captures(evidence: Evidence) -> set[str]:
-    path = evidence.run.features / "failed.json"
-    if not path.exists():
-        return set()
-    return {one["sample_id"] for one in json.loads(path.read_bytes())}
+def _tokens(evidence: Evidence) -> Iterator[tuple[str, Any, Any]]:
+    """Ids and loss mask of every row that training saw, wherever they are."""
+    from training.features import FeatureFault
+    from training.stream import TOKENS_FILE, TokenStore
+
+    evidence.need("capture")
+    if evidence.recipe.capture.mode != "offline":
+        try:
+            store = TokenStore(evidence.run.features / TOKENS_FILE)
+        except FeatureFault as fault:
+            raise Broken(str(fault)) from fault
+        yield from ((name, *store.tokens(row)) for row, name in enumerate(store.sample_ids))
+        return
+    for shard, rows in _shards(evidence):
+        for row in rows:
+            part = slice(row["start"], row["start"] + row["length"])
+            ids = shard.get_slice("input_ids")[part].long()
+            yield row["sample_id"], ids, shard.get_slice("loss_mask")[part]
+
+
+def _token_rows(evidence: Evidence) -> str:
+    """Rows whose states are not kept: each ok response once, its ids, and its span as the mask."""
+    breaks, seen, tokens = Breaks(), set(), 0
+    for name, ids, mask in _tokens(evidence):
+        mark = evidence.responses.get(name)
+        if name in seen:
+            breaks.add(name, "it is in the token file twice")
+        elif mark is None:
+            breaks.add(name, "it has tokens and no ok response")
+        elif digest_of(ids.numpy()) != mark.digest:
+            breaks.add(name, "its input_ids are not its prompt and output ids")
+        elif bool(mask[: mark.prompt_tokens].any()) or not bool(mask[mark.prompt_tokens :].all()):
+            breaks.add(name, "its loss mask is not the span of the response")
+        seen.add(name)
+        tokens += len(ids)
+    for name in sorted(evidence.responses.keys() - seen):
+        breaks.add(name, "it has an ok response and no tokens")
+    breaks.raise_if_any()
+    return f"{len(seen):,} rows, {tokens:,} tokens"
 
 
 # --- draft vocabulary
@@ -218,16 +259,13 @@ def draft_vocabulary_counts(evidence: Evidence) -> str:
     counts = torch.zeros_like(stored)
     cut = evidence.recipe.train.max_tokens_per_sample
     heldout = _heldout(evidence)
-    for shard, rows in _shards(evidence):
-        for row in rows:
-            if row["sample_id"] in heldout:
-                continue
-            part = slice(row["start"], row["start"] + min(row["length"], cut))
-            ids = shard.get_slice("input_ids")[part].long()
-            teaching = ids[shard.get_slice("loss_mask")[part]]
-            if len(teaching) and int(teaching.max()) >= len(counts):
-                raise Broken(f"{row['sample_id']} holds id {int(teaching.max())}, out of range")
-            counts += torch.bincount(teaching, minlength=len(counts))
+    for sample_id, ids, mask in _tokens(evidence):
+        if sample_id in heldout:
+            continue
+        teaching = ids[:cut][mask[:cut]]
+        if len(teaching) and int(teaching.max()) >= len(counts):
+            raise Broken(f"{sample_id} holds id {int(teaching.max())}, out of range")
+        counts += torch.bincount(teaching, minlength=len(counts))
     different = (counts != stored).nonzero()
     if len(different):
         at = int(different[0])

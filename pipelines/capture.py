@@ -12,10 +12,12 @@ server batches as it likes, so its states are the same within the tolerance of `
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from actors.config import EmbeddedServers, LaunchedServers
@@ -23,8 +25,10 @@ from actors.dispatch import ServerReport
 from pipelines.capture_plan import (
     Part,
     Plan,
+    bytes_per_token,
     check_room,
     drop_foreign_files,
+    forget_shards,
     lengths,
     merge_parts,
     plan_shards,
@@ -35,12 +39,17 @@ from pipelines.capture_servers import capture_servers, dtype_of, own_servers
 from pipelines.capture_session import CaptureSession
 from pipelines.errors import PreflightFailed
 from pipelines.recipe import Recipe
-from pipelines.store import RunFolder, write_json
+from pipelines.schema import response_loss_mask
+from pipelines.store import RunFolder
 from pipelines.telemetry import EventLog
 from training.config import DraftConfig
+from training.features import write_failed
 from training.model import TargetFault, draft_config
+from training.stream import TOKENS_FILE, TOKENS_SCHEMA, write_tokens
 
 logger = logging.getLogger(__name__)
+
+_ROWS_PER_BATCH = 4096
 
 # Of SGLang's options, those that decide about the states.
 _STATES = ("dtype", "quantization", "kv-cache-dtype", "json-model-override-args", "load-format")
@@ -53,7 +62,16 @@ def capture(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
     server's states are not those of the layers asked for; `QualityStop` where too many samples
     cannot be captured.
     """
-    plan = plan_capture(recipe, run)
+    if recipe.capture.mode != "offline":
+        return note_tokens(recipe, run)
+    return capture_rows(recipe, run, events)
+
+
+def capture_rows(
+    recipe: Recipe, run: RunFolder, events: EventLog, only: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Shards and index of all rows, or of the samples that are named."""
+    plan = plan_capture(recipe, run, only)
     run.features.mkdir(parents=True, exist_ok=True)
     drop_foreign_files(run.features, plan.shards)
     made: Mapping[str, Part] = {}
@@ -65,12 +83,51 @@ def capture(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
     return {**counts, **attempts}
 
 
-def plan_capture(recipe: Recipe, run: RunFolder) -> Plan:
+def note_tokens(recipe: Recipe, run: RunFolder) -> dict[str, Any]:
+    """Write the tokens of all rows, for training that has their states made as it needs them."""
+    own_servers(recipe)
+    config, rows = _draft_config(recipe), read_responses(run, _sets(recipe))
+    run.features.mkdir(parents=True, exist_ok=True)
+    forget_shards(run.features)
+    batches = range(0, rows.num_rows, _ROWS_PER_BATCH)
+    write_tokens(
+        run.features / TOKENS_FILE, (_tokens(rows.slice(at, _ROWS_PER_BATCH)) for at in batches)
+    )
+    tokens = int(lengths(rows).sum())
+    size = tokens * bytes_per_token(config.target_hidden_size, len(config.aux_layer_ids))
+    return {
+        "headline": f"{rows.num_rows:,} samples, {tokens:,} tokens; their states "
+        f"({size / 1e9:,.1f} GB) are made while training",
+        "samples": rows.num_rows,
+        "tokens": tokens,
+        "state_bytes": size,
+    }
+
+
+def _tokens(rows: pa.Table) -> pa.Table:
+    prompts, outputs = rows["prompt_ids"].to_pylist(), rows["output_ids"].to_pylist()
+    masks = [
+        response_loss_mask(len(prompt), len(output))
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+    ids = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    names = [rows[name] for name in ("sample_id", "dataset", "domain")]
+    return pa.table([*names, ids, masks], schema=TOKENS_SCHEMA)
+
+
+def _sets(recipe: Recipe) -> list[str]:
+    return [one.name for one in recipe.prompts.train]
+
+
+def plan_capture(recipe: Recipe, run: RunFolder, only: Collection[str] | None = None) -> Plan:
     """Decide which shards to make, and write nothing. Raises `PreflightFailed`."""
     servers, layer_ids = own_servers(recipe), recipe.target.profile.aux_layer_ids
     config = _draft_config(recipe)
+    rows = read_responses(run, _sets(recipe))
+    if only is not None:
+        rows = rows.filter(pc.is_in(rows["sample_id"], pa.array(sorted(only), pa.string())))
     shards = plan_shards(
-        read_responses(run, [one.name for one in recipe.prompts.train]),
+        rows,
         samples_per_shard=recipe.capture.samples_per_shard,
         depends_on={
             "target": recipe.target.path,
@@ -99,9 +156,7 @@ def plan_capture(recipe: Recipe, run: RunFolder) -> Plan:
 def commit(run: RunFolder, parts: Sequence[Part]) -> dict[str, Any]:
     """Merge the finished shards' parts into the index; return the counts."""
     failed = [one for part in parts for one in part.failed]
-    (run.features / "failed.json").unlink(missing_ok=True)
-    if failed:
-        write_json(run.features / "failed.json", failed)
+    write_failed(run.features, failed)
     merge_parts(run.features, parts)
     samples = sum(part.index.num_rows for part in parts)
     tokens = sum(sum(part.index["length"].to_pylist()) for part in parts)

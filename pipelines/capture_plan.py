@@ -118,9 +118,14 @@ def lengths(rows: pa.Table) -> np.ndarray:
     return total
 
 
+def bytes_per_token(hidden_size: int, aux_layers: int) -> int:
+    """bf16 states, an int32 id and a byte of the mask."""
+    return 2 * (aux_layers + 1) * hidden_size + 5
+
+
 def estimate_bytes(shards: Sequence[Shard], *, hidden_size: int, aux_layers: int) -> int:
     """Size of the shards: bf16 states, an int32 id and a mask byte for each token, small change."""
-    per_token = 2 * (aux_layers + 1) * hidden_size + 5
+    per_token = bytes_per_token(hidden_size, aux_layers)
     return sum(
         shard.tokens * per_token
         + shard.rows.num_rows * _INDEX_BYTES_PER_ROW
@@ -169,6 +174,13 @@ def drop_foreign_files(features: Path, shards: Sequence[Shard]) -> None:
         for path in features.glob(pattern):
             if path.name not in owned:
                 path.unlink()
+
+
+def forget_shards(features: Path) -> None:
+    """Remove every shard, and what says where it is."""
+    for name in ("index.parquet", "failed.json"):
+        (features / name).unlink(missing_ok=True)
+    drop_foreign_files(features, ())
 
 
 def finish_shard(

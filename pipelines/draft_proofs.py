@@ -153,30 +153,16 @@ def export_loads_back(evidence: Evidence) -> str:
     """The engine's own reader takes the folder, and gives the trainer's logits on captured rows."""
     import torch
 
-    from pipelines.export import prove, read_draft_config
-    from training.features import FeatureFault, FeatureRow, FeatureStore
+    from pipelines.export import proof_rows, prove, read_draft_config
+    from training.features import FeatureFault
 
     evidence.need("export")
     run = evidence.run
     config, embedding = read_draft_config(run), _target_embedding(evidence)
     try:
-        store = FeatureStore(run.features, aux_layer_ids=config.aux_layer_ids)
-        whole = [store.row(at) for at in sorted({0, len(store) - 1})[:_PROOF_ROWS]]
+        rows = proof_rows(run, config)
     except FeatureFault as fault:
         raise Broken(f"no captured row to compare with: {fault}") from fault
-    cut = slice(0, _PROOF_TOKENS)
-    rows = [
-        FeatureRow(
-            one.sample_id,
-            one.dataset,
-            one.domain,
-            one.input_ids[cut],
-            one.loss_mask[cut],
-            one.aux[cut],
-            one.last[cut],
-        )
-        for one in whole
-    ]
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[evidence.recipe.train.dtype]
     weights = load_tensors(run.training / _WEIGHTS)
     try:

@@ -28,6 +28,7 @@ from training.config import DraftConfig
 from training.export import WEIGHTS_FILE, ExportFault, draft_shapes, write_draft
 from training.features import FeatureRow, FeatureStore
 from training.model import DraftModel, initial_weights, target_weights
+from training.stream import TOKENS_FILE, TokenStore
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def export(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
             )
         except ExportFault as fault:
             raise _unexportable(str(fault)) from fault
-        rows = _proof_rows(run, config)
+        rows = proof_rows(run, config)
         worst = prove(temporary, weights, embedding, config, rows, dtype=dtype)
         (temporary / "README.md").write_text(model_card(recipe, run, config, dtype, worst))
         shutil.rmtree(run.draft, ignore_errors=True)
@@ -214,11 +215,35 @@ Versions: {versions}, Python {platform.python_version()}.
 """
 
 
-def _proof_rows(run: RunFolder, config: DraftConfig) -> list[FeatureRow]:
-    """A few captured rows, spread over the index, cut to a length that is quick on a CPU."""
+def proof_rows(run: RunFolder, config: DraftConfig) -> list[FeatureRow]:
+    """A few rows, spread over all, cut to a length that is quick on a CPU.
+
+    Where states are not kept, random ones serve as well: what is compared is arithmetic. Raises
+    `FeatureFault` where there are no rows at all.
+    """
+    if (run.features / TOKENS_FILE).exists():
+        tokens = TokenStore(run.features / TOKENS_FILE)
+        return [_random_row(tokens, number, config) for number in _spread(len(tokens.sample_ids))]
     store = FeatureStore(run.features, aux_layer_ids=config.aux_layer_ids)
-    picked = sorted({n * (len(store) - 1) // (_PROOF_ROWS - 1) for n in range(_PROOF_ROWS)})
-    return [_cut(store.row(number)) for number in picked]
+    return [_cut(store.row(number)) for number in _spread(len(store))]
+
+
+def _spread(count: int) -> list[int]:
+    return sorted({n * (count - 1) // (_PROOF_ROWS - 1) for n in range(_PROOF_ROWS)})
+
+
+def _random_row(tokens: TokenStore, number: int, config: DraftConfig) -> FeatureRow:
+    ids, mask = (part[:_PROOF_TOKENS] for part in tokens.tokens(number))
+    generator = torch.Generator().manual_seed(number)
+    width = config.target_hidden_size
+    aux, last = (
+        torch.randn(len(ids), size, generator=generator).to(torch.bfloat16)
+        for size in (len(config.aux_layer_ids) * width, width)
+    )
+    name, dataset, domain = (
+        some[number] for some in (tokens.sample_ids, tokens.datasets, tokens.domains)
+    )
+    return FeatureRow(name, dataset, domain, ids, mask, aux, last)
 
 
 def _cut(row: FeatureRow) -> FeatureRow:

@@ -8,7 +8,7 @@ slows the asking down: a worker holds the rows of a few blocks and no more.
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,15 +21,22 @@ from actors.capture_file import CapturedStates
 from actors.config import PoolConfig
 from actors.dispatch import ServerReport
 from actors.pool import Pool
+from pipelines.capture_servers import capture_servers, dtype_of, own_servers
+from pipelines.capture_trial import try_capture
+from pipelines.recipe import Recipe
 from pipelines.state_reader import SAMPLE_FAULTS, Handover, Sample, StateReader
-from training.config import TrainConfig
+from pipelines.store import RunFolder
+from pipelines.telemetry import EventLog
+from training.config import DraftConfig
+from training.loop import Streams
 from training.reader import RowPlan
-from training.stream import StreamedStates, StreamFault, TokenStore
+from training.stream import TOKENS_FILE, StreamedStates, StreamFault, TokenStore
 
 _BLOCK_ROWS = 8
 _BLOCKS_AT_ONCE = 2  # the next one's requests wait while the last rows of this one are made
 _WORKER_CPUS = 0.1  # it waits for servers
 _LOOK_SECONDS = 1.0
+_TRIAL_ROWS = 4
 
 T = TypeVar("T")
 
@@ -111,25 +118,76 @@ class StreamWorker:
         raise StreamFault(f"{sample.sample_id} after {outcome.attempt} attempts: {what}")
 
 
-def rows_from(plan: RowPlan, step: int) -> npt.NDArray[np.int64]:
-    """The rows that one rank reads from so many finished steps on, in order."""
+def rows_between(plan: RowPlan, step: int, until: int) -> npt.NDArray[np.int64]:
+    """The rows that one rank reads from so many finished steps to so many, in order."""
     numbers = (
-        row for turn in plan.turns(step) for batch in plan.micro_batches(turn) for row in batch
+        row
+        for turn in plan.turns(step, until)
+        for batch in plan.micro_batches(turn)
+        for row in batch
     )
     return np.fromiter(numbers, np.int64)
 
 
-def streams_from(
-    step: int, tokens: TokenStore, train: TrainConfig, worker: StreamPlan, *, node_id: str
-) -> list[Any]:
-    """A Ray `Dataset` of `STREAM_SCHEMA` for each training worker, from so many finished steps on.
+@contextmanager
+def streaming(
+    recipe: Recipe, run: RunFolder, events: EventLog, config: DraftConfig
+) -> Iterator[Streams]:
+    """Servers that hand over the right states, and what makes streams of them from any step on.
 
-    The workers run on the node whose memory the servers share.
+    A stream is one Ray `Dataset` of `STREAM_SCHEMA` for each training worker. Raises
+    `PreflightFailed` where the servers do not start or their states are not those asked for.
     """
-    ranks = (
-        RowPlan(tokens, train, rank=rank, world=train.workers) for rank in range(train.workers)
-    )
-    return [_dataset(rows_from(plan, step), worker, node_id) for plan in ranks]
+    import ray
+
+    tokens, train = TokenStore(run.features / TOKENS_FILE), recipe.train
+    longest = min(max(tokens.lengths), train.max_tokens_per_sample)
+    with capture_servers(recipe, run, events, config, longest=longest) as (fleet, handover):
+        first = [
+            Sample(tokens.sample_ids[row], tuple(tokens.tokens(row)[0][:longest].tolist()))
+            for row in range(min(_TRIAL_ROWS, len(tokens.sample_ids)))
+        ]
+        facts = asyncio.run(_try(recipe, run, config, handover, fleet.urls, first))
+        events.append("capture_probe", **facts)
+        pool = recipe.capture.pool
+        permits = max(1, pool.max_in_flight_per_server // train.workers)
+        worker = StreamPlan(
+            tokens=run.features.resolve() / TOKENS_FILE,
+            max_tokens=train.max_tokens_per_sample,
+            vocab_size=config.vocab_size,
+            handover=handover,
+            pool=pool.model_copy(update={"max_in_flight_per_server": permits}),
+            share=1 / train.workers,
+            servers=fleet.subscription,
+        )
+        # The workers of a stream share the memory of the servers' node, which is this one.
+        node_id = ray.get_runtime_context().get_node_id()
+
+        def from_step(step: int) -> list[Any]:
+            world = train.workers
+            plans = (RowPlan(tokens, train, rank=rank, world=world) for rank in range(world))
+            return [
+                _dataset(rows_between(plan, step, plan.total_steps), worker, node_id)
+                for plan in plans
+            ]
+
+        yield from_step
+
+
+async def _try(
+    recipe: Recipe,
+    run: RunFolder,
+    config: DraftConfig,
+    handover: Handover,
+    urls: Sequence[str],
+    samples: Sequence[Sample],
+) -> dict[str, Any]:
+    reader, pool = StateReader(handover), recipe.capture.pool
+    async with Pool(urls, pool, vocab_size=config.vocab_size, naming=reader.rid) as servers:
+        dtype = dtype_of(own_servers(recipe))
+        return await try_capture(
+            lambda sample: reader.read(servers, sample), samples, recipe, dtype=dtype, logs=run.logs
+        )
 
 
 def _dataset(rows: npt.NDArray[np.int64], worker: StreamPlan, node_id: str) -> Any:

@@ -263,8 +263,13 @@ class Generate(Strict):
 
 
 class Capture(Strict):
-    """How hidden states are made."""
+    """How hidden states are made, and how they reach training.
 
+    offline: all are on disk before training begins. streaming: none ever is; the servers run beside
+    training. chunked: as many as `max_bytes` allows are made, trained on and removed, in turns.
+    """
+
+    mode: Literal["offline", "streaming", "chunked"] = "offline"
     servers: Servers
     samples_per_shard: PositiveInt = 64
     max_bytes: PositiveInt  # the quota, compared with an estimate before the first byte

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipelines.capture_slices import captured_slices
 from pipelines.errors import PreflightFailed, QualityStop, RunError
+from pipelines.feature_stream import streaming
 from pipelines.readings import step_readings, tally_readings
 from pipelines.recipe import Recipe
 from pipelines.store import RunFolder
@@ -19,15 +21,24 @@ from training.checkpoint import CheckpointFault
 from training.config import DraftConfig
 from training.draft_vocab import DraftVocab, DraftVocabFault
 from training.engine import TrainingFault
-from training.features import FeatureFault, FeatureStore
-from training.loop import STOP_FILE, TrainJob, launch
+from training.features import FeatureFault, FeatureStore, TokenRows
+from training.loop import STOP_FILE, Streams, TrainJob, launch
 from training.model import TargetFault, draft_config
 from training.packing import split_rows, steps_per_epoch
+from training.stream import TOKENS_FILE, StreamFault, TokenStore
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 120.0  # how long a stop may take: the step under way and one checkpoint
+_FAULTS = (
+    FeatureFault,
+    TargetFault,
+    CheckpointFault,
+    DraftVocabFault,
+    TrainingFault,
+    StreamFault,
+)
 # What changes how the arithmetic is carried out, not what is computed.
 _COMFORT = (
     "micro_batch_tokens",
@@ -60,12 +71,35 @@ def train(recipe: Recipe, run: RunFolder, events: EventLog) -> dict[str, Any]:
             steps=total,
             draft_vocab_coverage=round(vocab.coverage, 4),
         )
-        _launch_and_watch(job, total, run, events)
-    except (FeatureFault, TargetFault, CheckpointFault, DraftVocabFault, TrainingFault) as fault:
+        _train_on(recipe, run, events, job, store, total)
+    except (
+        FeatureFault,
+        TargetFault,
+        CheckpointFault,
+        DraftVocabFault,
+        TrainingFault,
+        StreamFault,
+    ) as fault:
         raise _for_people(fault) from fault
     summary: dict[str, Any] = json.loads((run.training / "summary.json").read_text())
     events.append("train_finished", steps=summary["steps"], seconds=summary["seconds"])
     return {"headline": _headline(summary), **summary}
+
+
+def _train_on(
+    recipe: Recipe, run: RunFolder, events: EventLog, job: TrainJob, rows: TokenRows, total: int
+) -> None:
+    """Launch training on states that are on disk, that come by, or that are made slice by slice."""
+    match recipe.capture.mode:
+        case "offline":
+            _launch_and_watch(job, total, run, events)
+        case "streaming":
+            with streaming(recipe, run, events, job.draft) as streams:
+                _launch_and_watch(job, total, run, events, streams)
+        case "chunked":
+            for until in captured_slices(recipe, run, events, job.draft, rows):
+                part = job.model_copy(update={"until_step": until})
+                _launch_and_watch(part, total, run, events)
 
 
 def _headline(summary: Mapping[str, Any]) -> str:
@@ -74,14 +108,16 @@ def _headline(summary: Mapping[str, Any]) -> str:
     return f"{summary['steps']:,} steps, {summary['rows_trained']:,} rows; {seen}"
 
 
-def _open(recipe: Recipe, run: RunFolder) -> tuple[DraftConfig, FeatureStore]:
+def _open(recipe: Recipe, run: RunFolder) -> tuple[DraftConfig, TokenRows]:
     layers = recipe.target.profile.aux_layer_ids
     config = draft_config(Path(recipe.target.path), recipe.draft, layers)
-    return config, FeatureStore(run.features, aux_layer_ids=layers)
+    if recipe.capture.mode == "offline":
+        return config, FeatureStore(run.features, aux_layer_ids=layers)
+    return config, TokenStore(run.features / TOKENS_FILE)
 
 
 def _draft_vocab(
-    recipe: Recipe, run: RunFolder, store: FeatureStore, config: DraftConfig
+    recipe: Recipe, run: RunFolder, store: TokenRows, config: DraftConfig
 ) -> DraftVocab:
     """The stored draft vocabulary if it was made from these very data, otherwise a new one."""
     split = split_rows(store.sample_ids, recipe.train.heldout_share)
@@ -114,7 +150,7 @@ def _draft_vocab(
 
 
 def _job(
-    recipe: Recipe, run: RunFolder, config: DraftConfig, vocab: DraftVocab, store: FeatureStore
+    recipe: Recipe, run: RunFolder, config: DraftConfig, vocab: DraftVocab, store: TokenRows
 ) -> TrainJob:
     decides = {
         key: value
@@ -127,7 +163,7 @@ def _job(
         draft=config,
         train=recipe.train,
         features=str(run.features.resolve()),
-        streamed=False,
+        states=recipe.capture.mode,
         target=str(Path(recipe.target.path).resolve()),
         draft_vocab=str(run.draft_vocab.resolve()),
         checkpoints=str(run.checkpoints.resolve()),
@@ -136,7 +172,9 @@ def _job(
     )
 
 
-def _launch_and_watch(job: TrainJob, total: int, run: RunFolder, events: EventLog) -> None:
+def _launch_and_watch(
+    job: TrainJob, total: int, run: RunFolder, events: EventLog, streams: Streams | None = None
+) -> None:
     """Run the Ray Train job in a thread, and turn its metrics into progress and events here."""
     run.training.mkdir(parents=True, exist_ok=True)
     run.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -147,7 +185,7 @@ def _launch_and_watch(job: TrainJob, total: int, run: RunFolder, events: EventLo
 
     def work() -> None:
         try:
-            launch(job)
+            launch(job, streams)
         except BaseException as error:  # noqa: BLE001 - raised below, in the thread that waits
             failure.append(error)
         finally:
@@ -220,6 +258,12 @@ def _for_people(fault: Exception) -> RunError:
             str(fault),
             expected="a finite loss at every step",
             change="see the message; training goes on from the last checkpoint",
+        )
+    if isinstance(fault, StreamFault):
+        return PreflightFailed(
+            str(fault),
+            expected="servers that answer, and hand over the states of what they were sent",
+            change="see their logs in the run's folder; the same command goes on from here",
         )
     return PreflightFailed(
         str(fault),

@@ -11,7 +11,7 @@ says where each sample lies. Shards are memory-mapped, and addressed by (shard, 
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 FEATURES_VERSION = "1"
+_FAILED = "failed.json"
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -128,6 +129,23 @@ def write_shard(
         },
         schema=INDEX_SCHEMA,
     )
+
+
+def write_failed(folder: Path, failed: Sequence[Mapping[str, str]]) -> None:
+    """Name the samples without states: `sample_id`, `fault` and `detail` of each."""
+    path = folder / _FAILED
+    path.unlink(missing_ok=True)
+    if failed:
+        temporary = folder / f".{_FAILED}.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(list(failed), indent=2) + "\n")
+        temporary.replace(path)
+
+
+def failed_samples(folder: Path) -> dict[str, str]:
+    """The samples that capture could not get states of, and why."""
+    path = folder / _FAILED
+    failed = json.loads(path.read_bytes()) if path.exists() else []
+    return {one["sample_id"]: f"{one['fault']}: {one['detail']}" for one in failed}
 
 
 class FeatureStore:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import torch
@@ -26,18 +26,17 @@ from training import checkpoint, draft_vocab
 from training.checkpoint import Snapshot
 from training.config import DraftConfig, TrainConfig
 from training.engine import DTYPES, Engine, TrainingFault, learning_rate
-from training.features import FeatureRows, FeatureStore, TokenRows
+from training.features import FeatureRows, FeatureStore, TokenRows, failed_samples
 from training.model import DraftModel, initial_weights, target_weights
 from training.packing import PackedBatch
 from training.reader import PlannedRows, ReadAhead, RowPlan, Turn
-from training.stream import StreamedRows, TokenStore
+from training.stream import TOKENS_FILE, SlicedRows, StreamedRows, TokenStore
 from training.tally import Tally
 from training.ttt import TTTLoss
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3  # launches of the worker group before a failing run is given up
-TOKENS_FILE = "tokens.arrow"  # in the features folder of a stream
 MAX_SET_ASIDE_SHARE = 0.01  # of all samples, as in a capture to disk
 STOP_FILE = "stop"  # in the output folder: workers write a checkpoint and end
 
@@ -48,7 +47,10 @@ class TrainJob(BaseModel, frozen=True, extra="forbid", strict=True):
     draft: DraftConfig
     train: TrainConfig
     features: str
-    streamed: bool  # the states come by in a stream: `features` holds the rows' tokens alone
+    # Where the states are: all in `features`; in a stream; or in `features` up to `until_step`.
+    # Of the last two, `features` holds the tokens of all rows.
+    states: Literal["offline", "streaming", "chunked"]
+    until_step: int | None = None  # training pauses there, held-out rows included
     target: str
     draft_vocab: str
     checkpoints: str
@@ -77,7 +79,7 @@ def launch(job: TrainJob, streams: Streams | None = None) -> None:
     # own actors, or the group is never scheduled.
     resources = {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
     storage = Path(job.checkpoints) / "_ray"  # Ray Train wants one; what it writes is not needed
-    assert job.streamed == (streams is not None)
+    assert (job.states == "streaming") == (streams is not None)
     for attempt in range(1, _ATTEMPTS + 1):
         datasets = streams(checkpoint.newest_step(Path(job.checkpoints))) if streams else ()
         trainer = TorchTrainer(
@@ -152,7 +154,7 @@ def _worker(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank = context.get_world_rank()
     stream: Iterable[pa.Table] | None = None
-    if job.streamed:
+    if job.states == "streaming":
         rows = ray.train.get_dataset_shard(_stream_of(rank))
         stream = rows.iter_batches(batch_size=None, batch_format="pyarrow")
     train_rows(
@@ -179,12 +181,12 @@ def train_rows(
     job is streamed. `on_step` is called with the number of finished steps.
     """
     run = _Run(job, rank, world, device, stream)
-    reader = ReadAhead(run.planned.batches, run.plan.turns(run.step))
+    reader = ReadAhead(run.planned.batches, run.plan.turns(run.step, run.until_step))
     try:
         finished = run.train(reader, on_step)
     finally:
         reader.close()
-    if finished:
+    if finished and run.step == run.plan.total_steps:
         run.finish()
 
 
@@ -205,18 +207,18 @@ class _Window:
 def _open_rows(job: TrainJob, stream: Iterable[pa.Table] | None) -> tuple[TokenRows, FeatureRows]:
     """What is known of all rows, and where their states come from."""
     folder = Path(job.features)
-    if stream is None:
-        store = FeatureStore(folder, aux_layer_ids=job.draft.aux_layer_ids)
+    layers, size = job.draft.aux_layer_ids, job.draft.target_hidden_size
+    if job.states == "offline":
+        store = FeatureStore(folder, aux_layer_ids=layers)
         return store, store
-    tokens, size = TokenStore(folder / TOKENS_FILE), job.draft.target_hidden_size
-    rows = StreamedRows(
-        tokens,
-        stream,
-        aux_size=len(job.draft.aux_layer_ids) * size,
-        last_size=size,
-        max_tokens=job.train.max_tokens_per_sample,
-    )
-    return tokens, rows
+    tokens = TokenStore(folder / TOKENS_FILE)
+    sizes = {"aux_size": len(layers) * size, "last_size": size}
+    if job.states == "chunked":
+        store = FeatureStore(folder, aux_layer_ids=layers)
+        return tokens, SlicedRows(tokens, store, failed_samples(folder), **sizes)
+    assert stream is not None, "a streamed job comes with its stream"
+    longest = job.train.max_tokens_per_sample
+    return tokens, StreamedRows(tokens, stream, max_tokens=longest, **sizes)
 
 
 class _Run:
@@ -238,6 +240,7 @@ class _Run:
         self.vocab = draft_vocab.load(Path(job.draft_vocab))
         snapshot = checkpoint.load_newest(Path(job.checkpoints), fingerprint=job.fingerprint)
         self.step = snapshot.step if snapshot else 0
+        self.until_step = self.plan.total_steps if job.until_step is None else job.until_step
         self.seconds_before = snapshot.seconds if snapshot else 0.0
         self.started = time.monotonic()
         self.embedding, head = target_weights(Path(job.target))
@@ -282,7 +285,7 @@ class _Run:
             stop = self._step(turn.step, batches)
             if on_step:
                 on_step(self.step)
-            if stop and self.step < self.plan.total_steps:
+            if stop and self.step < self.until_step:
                 return False
         return True
 
@@ -300,7 +303,7 @@ class _Run:
         window.steps += 1
         window.loss += loss
         window.rows, window.tokens = window.rows + rows, window.tokens + tokens
-        last = self.step == self.plan.total_steps
+        last = self.step == self.until_step
         if last or self.step % self.config.log_every_steps == 0:
             self._log(window, rate, result.grad_norm)
             self._window = _Window(Tally.empty(self.config.ttt_steps))

@@ -59,11 +59,11 @@ class RowPlan:
         )
         self._heldout = heldout[rank] or ((),)
 
-    def turns(self, step: int) -> Iterator[Turn]:
-        """From so many finished steps to the end: steps, and the held-out rows after each epoch."""
+    def turns(self, step: int, until: int) -> Iterator[Turn]:
+        """From so many finished steps to so many: steps, and the held-out rows after each epoch."""
         if step and step % self.steps_per_epoch == 0:
             yield from self._parts(step)
-        for at in range(step, self.total_steps):
+        for at in range(step, until):
             yield Turn(at)
             if (at + 1) % self.steps_per_epoch == 0:
                 yield from self._parts(at + 1)

@@ -6,7 +6,7 @@ compared with the file: a stream that starts at another step than training is no
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from training.features import FeatureFault, FeatureRow
+from training.features import FeatureFault, FeatureRow, FeatureStore
+
+TOKENS_FILE = "tokens.arrow"  # in the features folder
 
 TOKENS_SCHEMA = pa.schema(
     [
@@ -131,36 +133,71 @@ class StreamedRows:
         last_size: int,
         max_tokens: int,  # of a sample: what lies beyond is not asked for
     ) -> None:
-        self._tokens, self._sizes, self._max_tokens = tokens, (aux_size, last_size), max_tokens
+        self._tokens, self._max_tokens = tokens, max_tokens
+        self._aux_size, self._last_size = aux_size, last_size
         self._coming = _rows_of(tables)
         self.set_aside: dict[str, str] = {}
 
     def row(self, row: int) -> FeatureRow:
         """The next row of the stream, which must be the one of this number."""
-        sample_id = self._tokens.sample_ids[row]
+        name = self._tokens.sample_ids[row]
         coming = next(self._coming, None)
         seen = "the end" if coming is None else coming["sample_id"].as_py()
-        if coming is None or seen != sample_id:
-            raise FeatureFault(f"the stream of states brought {seen} where {sample_id} is next")
-        fault = coming["fault"].as_py()
-        ids, mask = self._tokens.tokens(row)
+        if coming is None or seen != name:
+            raise FeatureFault(f"the stream of states brought {seen} where {name} is next")
         end = self._max_tokens
-        if fault:
-            self.set_aside[sample_id] = fault
+        if coming["fault"].as_py():
+            self.set_aside[name] = coming["fault"].as_py()
             end = 0
-        aux, last = (
-            _states(coming[name].as_buffer(), size, sample_id)
-            for name, size in zip(("aux", "last"), self._sizes, strict=True)
-        )
-        return FeatureRow(
-            sample_id=sample_id,
-            dataset=self._tokens.datasets[row],
-            domain=self._tokens.domains[row],
-            input_ids=ids[:end],
-            loss_mask=mask[:end],
-            aux=aux,
-            last=last,
-        )
+        aux = _states(coming["aux"].as_buffer(), self._aux_size, name)
+        last = _states(coming["last"].as_buffer(), self._last_size, name)
+        return _row(self._tokens, row, end, aux, last)
+
+
+class SlicedRows:
+    """The rows of a plan of which only a slice is on disk: those that these steps ask for.
+
+    A sample that could not be captured becomes a row without tokens, as in a stream.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenStore,
+        store: FeatureStore,
+        failed: Mapping[str, str],  # samples that could not be captured, and why
+        *,
+        aux_size: int,
+        last_size: int,
+    ) -> None:
+        self._tokens, self._store, self._failed = tokens, store, failed
+        self._places = {name: place for place, name in enumerate(store.sample_ids)}
+        self._none = [torch.zeros(0, size, dtype=torch.bfloat16) for size in (aux_size, last_size)]
+        self.set_aside: dict[str, str] = {}
+
+    def row(self, row: int) -> FeatureRow:
+        """The row of this number."""
+        name = self._tokens.sample_ids[row]
+        if name in self._places:
+            return self._store.row(self._places[name])
+        if name not in self._failed:
+            raise FeatureFault(f"{name} is not in the slice that was captured for these steps")
+        self.set_aside[name] = self._failed[name]
+        return _row(self._tokens, row, 0, *self._none)
+
+
+def _row(
+    tokens: TokenStore, row: int, end: int, aux: torch.Tensor, last: torch.Tensor
+) -> FeatureRow:
+    ids, mask = tokens.tokens(row)
+    return FeatureRow(
+        sample_id=tokens.sample_ids[row],
+        dataset=tokens.datasets[row],
+        domain=tokens.domains[row],
+        input_ids=ids[:end],
+        loss_mask=mask[:end],
+        aux=aux,
+        last=last,
+    )
 
 
 def _rows_of(tables: Iterable[pa.Table]) -> Iterator[dict[str, pa.Scalar]]:

@@ -13,9 +13,10 @@ from tests.support.tiny_training import DRAFT, random_rows, tiny_job, train_conf
 from training import checkpoint
 from training.engine import TrainingFault
 from training.features import FeatureFault, FeatureRow, FeatureStore
-from training.loop import STOP_FILE, TOKENS_FILE, TrainJob, train_rows
+from training.loop import STOP_FILE, TrainJob, train_rows
 from training.reader import RowPlan
 from training.stream import (
+    TOKENS_FILE,
     TOKENS_SCHEMA,
     StreamedRows,
     StreamedStates,
@@ -137,7 +138,7 @@ def stream_of(job: TrainJob, rows: list[FeatureRow], step: int, faults=()) -> It
     by_id = {row.sample_id: row for row in rows}
     store = FeatureStore(Path(job.features), aux_layer_ids=DRAFT.aux_layer_ids)
     plan = RowPlan(store, job.train, rank=0, world=1)
-    for turn in plan.turns(step):
+    for turn in plan.turns(step, plan.total_steps):
         for batch in plan.micro_batches(turn):
             for number in batch:
                 name = store.sample_ids[number]
@@ -153,7 +154,7 @@ def train(job: TrainJob, stream=None, **more) -> None:
 def streamed_job(folder: Path, target: Path) -> TrainJob:
     job = tiny_job(folder, target)  # leaves features too, which a streamed job does not read
     write_tokens(folder / "features" / TOKENS_FILE, [tokens_of(random_rows(18))])
-    return job.model_copy(update={"streamed": True})
+    return job.model_copy(update={"states": "streaming"})
 
 
 def test_disk_and_stream_give_the_same_weights_and_lines(tmp_path: Path, tiny_target: Path):
@@ -214,12 +215,12 @@ def test_the_newest_step_of_no_checkpoint_is_zero(tmp_path: Path):
 def test_a_plan_asks_for_the_held_out_rows_after_every_epoch(tmp_path: Path):
     plan = RowPlan(token_store(tmp_path, random_rows(18)), train_config(), rank=0, world=1)
     each = plan.steps_per_epoch
-    turns = list(plan.turns(0))
+    turns = list(plan.turns(0, 2 * each))
     assert [turn.step for turn in turns if turn.part is None] == list(range(2 * each))
     held = [turn for turn in turns if turn.part is not None]
     assert {turn.step for turn in held} == {each, 2 * each}
     for step in (each, 2 * each):
         asked = [n for turn in held if turn.step == step for n in plan.micro_batches(turn)[0]]
         assert sorted(asked) == list(plan.split.heldout)
-    assert list(plan.turns(each)) == turns[turns.index(held[0]) :]
-    assert [turn.part for turn in plan.turns(2 * each)] == list(range(held[0].parts))
+    assert list(plan.turns(each, 2 * each)) == turns[turns.index(held[0]) :]
+    assert [turn.part for turn in plan.turns(2 * each, 2 * each)] == list(range(held[0].parts))
