@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from pipelines.errors import VerificationFailed
@@ -41,16 +40,11 @@ class AnswerSample:
         return runs
 
 
-def samples_file(run: RunFolder) -> Path:
-    """Beside `evaluation.json`, which holds its checksum."""
-    return run.root / "evaluation_samples.json"
-
-
 def write_samples(
     run: RunFolder, samples: Sequence[AnswerSample], left_out: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Write the file; return what `evaluation.json` says of it."""
-    path = samples_file(run)
+    """Write the file beside `evaluation.json`; return what `evaluation.json` says of it."""
+    path = run.evaluation_samples
     write_json(path, {"version": "1", "samples": [asdict(one) for one in samples]})
     return {"count": len(samples), "left_out": dict(left_out), "sha256": sha256_of(path)}
 
@@ -63,7 +57,7 @@ def read_samples(run: RunFolder) -> list[AnswerSample]:
     evaluation = json.loads(run.evaluation.read_bytes())
     if "samples" not in evaluation:
         return []
-    path = samples_file(run)
+    path = run.evaluation_samples
     if sha256_of(path) != evaluation["samples"]["sha256"]:
         raise VerificationFailed(
             f"{path.name} is not the file that the evaluation wrote",

@@ -24,6 +24,11 @@ def evaluation_consistent(evidence: Evidence) -> str:
         breaks.add("draft_sha256", "another draft was measured than the one in draft/")
     if page["recipe"] != fingerprint(evidence.recipe, "evaluate"):
         breaks.add("recipe", "it was measured with another recipe")
+    samples = evidence.run.evaluation_samples
+    if "samples" in page and not samples.exists():
+        breaks.add(samples.name, "it is not there, and evaluation.json has its checksum")
+    elif "samples" in page and page["samples"]["sha256"] != sha256_of(samples):
+        breaks.add(samples.name, "it is another file than the one that was written")
     steps = evidence.recipe.evaluate.draft_steps
     for kind, groups in page["acceptance"].items():
         for name, group in groups.items():

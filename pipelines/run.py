@@ -244,7 +244,7 @@ def _forget(recipe: Recipe, run: RunFolder, stages: Sequence[str]) -> None:
     made_by = {
         "train": (run.checkpoints, run.training, run.draft_vocab),
         "export": (run.draft,),
-        "evaluate": (run.evaluation, run.evaluation_phases),
+        "evaluate": (run.evaluation, run.evaluation_samples, run.evaluation_phases),
     }
     for stage, paths in made_by.items():
         for path in paths if stage in stages else ():

@@ -110,6 +110,11 @@ class RunFolder:
         return self.root / "evaluation.json"
 
     @property
+    def evaluation_samples(self) -> Path:
+        """A few answers, and which of their tokens the draft had right."""
+        return self.root / "evaluation_samples.json"
+
+    @property
     def evaluation_phases(self) -> Path:
         """What each finished phase of an evaluation measured, until all are there."""
         return self.root / "evaluation"
@@ -270,7 +275,7 @@ def stage_files(run: RunFolder, stage: str) -> list[Location]:
         case "export":
             roots = [run.draft]
         case "evaluate":
-            roots = [run.evaluation]
+            roots = [run.evaluation, run.evaluation_samples]
         case _:
             raise AssertionError(stage)
     return [

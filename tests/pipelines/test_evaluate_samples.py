@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipelines.errors import VerificationFailed
-from pipelines.evaluate_samples import AnswerSample, read_samples, samples_file, write_samples
+from pipelines.evaluate_samples import AnswerSample, read_samples, write_samples
 from pipelines.store import RunFolder, write_json
 
 
@@ -22,7 +22,7 @@ def test_the_file_is_that_of_the_evaluation_or_is_refused(tmp_path):
     write_json(run.evaluation, {"samples": write_samples(run, [one], {"too_long": 2})})
     assert read_samples(run) == [one]
     assert json.loads(run.evaluation.read_bytes())["samples"]["left_out"] == {"too_long": 2}
-    samples_file(run).write_text(samples_file(run).read_text().replace('"a"', '"x"'))
+    run.evaluation_samples.write_text(run.evaluation_samples.read_text().replace('"a"', '"x"'))
     with pytest.raises(VerificationFailed, match="not the file that the evaluation wrote"):
         read_samples(run)
 

@@ -413,6 +413,12 @@ CORRUPTIONS: dict[str, Corruption] = {
         "lossless",
         "lossless",
     ),
+    "answers of another evaluation": C(
+        page_of(lambda run: run.evaluation_samples, having(samples=[])),
+        "evaluation",
+        "evaluation_samples.json",
+        "figures",
+    ),
     "an evaluation of another draft": C(
         page_of(lambda run: run.evaluation, having(draft_sha256="0" * 64)),
         "evaluation",

@@ -26,6 +26,7 @@ from pipelines.evaluate import (
     read_prompts,
     summarise,
 )
+from pipelines.evaluate_samples import AnswerSample, write_samples
 from pipelines.generate_worker import row_seed
 from pipelines.prepare import prepare
 from pipelines.recipe import Recipe, dump_recipe, fingerprint, load_recipe
@@ -295,6 +296,8 @@ def _evaluate(recipe: Recipe, run: RunFolder, _events: EventLog) -> dict:
         "untrained": measured("untrained", 20, 1, 0, 0),
     }
     result = summarise(recipe, run, prompts, phases, [])
+    first = AnswerSample(prompts[0].sample_id, "eval", "chat", ("yes", "."), (1,))
+    result |= {"samples": write_samples(run, [first], {})}
     write_json(run.evaluation, result)
     return {"headline": "measured", "prompts": len(prompts)}
 
