@@ -68,7 +68,7 @@ SPECFORGE = Side(
     "benchmarks.peer_specforge", "specforge==0.2.0", {"float32": 1e-4, "bfloat16": 5e-3}
 )
 # It weighs steps by their own counts of rows, and some of its rows start from a prompt's token.
-SPECULATORS = Side("benchmarks.peer_speculators", "speculators==0.9.0", {"float32": 3e-2})
+SPECULATORS = Side("benchmarks.peer_speculators", "speculators==0.9.0", {"float32": 1.5e-2})
 _HALF = Case((1024,), 0.5, "float32", 1)
 _TOKENS_MIXED = 2048
 
