@@ -47,6 +47,7 @@ _ADD_ONE_AFTER_A_ONE = frozenset(
         "MistralLarge3ForCausalLM",
     }
 )
+ARCHITECTURES = _ADD_ONE | _ADD_ONE_AFTER_A_ONE
 
 
 @dataclass(frozen=True)

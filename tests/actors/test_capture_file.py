@@ -1,6 +1,9 @@
 """The capture file: whole or absent, proved before use, gone after reading, never outside."""
 
+import os
 import pickle
+import threading
+import time
 
 import pytest
 import torch
@@ -8,7 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from actors.capture_file import CaptureFault, can_name_a_file, publish, sweep, take
+from actors.capture_file import (
+    CaptureFault,
+    StatesFile,
+    can_name_a_file,
+    discard,
+    publish,
+    publish_fault,
+    rid_of,
+    sweep,
+    sweep_dead,
+    take,
+    tokens_of,
+)
+from tests.support.small_disk import fill, mounted
 
 IDS = [5, 6, 7, 8]
 LAYERS = (1, 2, 3)
@@ -20,9 +36,15 @@ def states(rows=4, width=8):
     return aux, torch.randn(rows, width, generator=generator)
 
 
-def take_it(folder, rid="row-1", ids=IDS, aux_width=24, width=8, layers=LAYERS):
+def take_it(folder, rid="row-1", ids=IDS, aux_width=24, width=8, layers=LAYERS, late_seconds=0.0):
     return take(
-        folder, rid, expected_ids=ids, aux_width=aux_width, width=width, aux_layer_ids=layers
+        folder,
+        rid,
+        expected_ids=ids,
+        aux_width=aux_width,
+        width=width,
+        aux_layer_ids=layers,
+        late_seconds=late_seconds,
     )
 
 
@@ -136,3 +158,82 @@ def test_a_sweep_takes_captures_and_halves_and_nothing_else(tmp_path):
 def test_a_fault_survives_pickling():
     fault = pickle.loads(pickle.dumps(CaptureFault("rows", "detail")))
     assert (fault.name, fault.detail) == ("rows", "detail")
+
+
+def test_parts_in_any_order_give_the_bytes_of_one_writing(tmp_path):
+    aux, last = (one.bfloat16() for one in states())
+    ids = torch.tensor(IDS, dtype=torch.int32)
+    at_once = publish(tmp_path, "row-1", IDS, aux, last, LAYERS).read_bytes()
+    file = StatesFile(tmp_path, "row-1", tokens=4, aux_width=24, width=8, aux_layer_ids=LAYERS)
+    for rows in (slice(3, 4), slice(0, 2), slice(2, 3)):
+        file.write(rows.start, ids[rows], aux[rows], last[rows])
+    assert file.finish().read_bytes() == at_once
+
+
+def test_a_file_that_comes_after_the_answer_is_waited_for(tmp_path):
+    later = threading.Timer(0.2, publish, (tmp_path, "row-1", IDS, *states(), LAYERS))
+    later.start()
+    assert take_it(tmp_path, late_seconds=30.0).input_ids.tolist() == IDS
+    later.join()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_never_comes_is_missing_once_its_time_is_over(tmp_path):
+    began = time.monotonic()
+    assert fault_of(tmp_path, late_seconds=0.2) == "missing"
+    assert time.monotonic() - began >= 0.2
+
+
+@pytest.mark.parametrize("whose", ["row-1", None])
+def test_a_fault_file_is_raised_at_once_by_its_name_and_only_once(tmp_path, whose):
+    publish_fault(tmp_path, whose, CaptureFault("no_room", "words"))
+    assert fault_of(tmp_path, late_seconds=30.0) == "no_room"
+    assert fault_of(tmp_path) == "missing"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_of_one_request_is_not_anothers(tmp_path):
+    publish_fault(tmp_path, "row-2", CaptureFault("no_room", "words"))
+    assert fault_of(tmp_path) == "missing"
+    discard(tmp_path, "row-2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_that_was_given_up_leaves_nothing(tmp_path):
+    publish(tmp_path, "row-1", IDS, *states(), LAYERS)
+    discard(tmp_path, "row-1")
+    discard(tmp_path, "row-1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_folder_is_waited_for_and_then_an_error_that_leaves_nothing(tmp_path):
+    with mounted(tmp_path / "small") as folder:
+        filler = fill(folder)
+        with pytest.raises(OSError, match="No space left"):
+            publish(folder, "row-1", IDS, *states(), LAYERS, room_seconds=0.1)
+        publish_fault(folder, "row-1", CaptureFault("no_room", "words"))
+        assert fault_of(folder) == "no_room"
+        assert list(folder.iterdir()) == [filler]
+        freed = threading.Timer(0.2, filler.unlink)
+        freed.start()
+        publish(folder, "row-1", IDS, *states(), LAYERS, room_seconds=30.0)
+        freed.join()
+        assert take_it(folder).rid == "row-1"
+
+
+def test_half_files_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_path):
+    publish(tmp_path, "row-1", IDS, *states(), LAYERS)
+    living = tmp_path / f".part-{os.getpid()}-row-2.safetensors"
+    for path in (living, tmp_path / ".part-4194305-row-3.safetensors"):  # above any pid
+        path.write_bytes(b"half")
+    assert sweep_dead(tmp_path) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {living.name, "row-1.safetensors"}
+
+
+@given(st.integers(1, 10**7), st.from_regex("[0-9a-f]{32}", fullmatch=True))
+def test_a_rid_says_whose_it_is_and_how_many_rows_it_has(tokens, digest):
+    rid = rid_of("run1", digest, tokens)
+    assert can_name_a_file(rid)
+    assert tokens_of(rid, "run1") == tokens
+    assert tokens_of(rid, "run2") is None
+    assert tokens_of(digest, "run1") is None

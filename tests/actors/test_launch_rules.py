@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from actors.config import AttachedServers, LaunchedServers
+from actors.launch_rules import refuse_for_capture
 
 
 def launched(arguments=None, environment=None, **changes):
@@ -102,3 +103,43 @@ def test_a_gateway_is_one_url():
     AttachedServers(kind="attach", urls=("http://a:1",), gateway=True)
     with pytest.raises(ValidationError, match="gateway is true with 2"):
         AttachedServers(kind="attach", urls=("http://a:1", "http://b:1"), gateway=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("enable-return-aux-hidden-states", True, "sets it itself"),
+        ("return-aux-hidden-state-layer-ids", (1, 2), "aux_layer_ids"),
+        ("forward-hooks", "[]", "sets it itself"),
+        ("forward-ho", "[]", "sets it itself"),
+        ("speculative-algorithm", "EAGLE3", "without a draft"),
+        ("speculative-draft-model-path", "/d", "without a draft"),
+        ("speculative", "EAGLE3", "without a draft"),
+        ("dp-size", 2, "every row"),
+        ("enable-dp-attention", True, "every row"),
+        ("attn-cp-size", 2, "every row"),
+        ("enable-two-batch-overlap", True, "capture nothing"),
+        ("enable-hierarchical-cache", True, "not computed"),
+        ("cuda-graph-backend-prefill", "full", "calls no hook"),
+        ("dtype", "float16", "float32 or bfloat16"),
+        ("dtype", "auto", "float32 or bfloat16"),
+    ],
+)
+def test_what_would_lose_or_change_states_is_refused_where_they_are_captured(name, value, words):
+    with pytest.raises(ValueError, match=words):
+        refuse_for_capture({"dtype": "bfloat16", name: value})
+
+
+def test_a_capturing_server_is_told_its_dtype_and_may_be_told_how_to_be_fast():
+    with pytest.raises(ValueError, match="decides about the states"):
+        refuse_for_capture({})
+    refuse_for_capture(
+        {
+            "dtype": "bfloat16",
+            "chunked-prefill-size": 4096,
+            "disable-radix-cache": True,
+            "cuda-graph-backend-prefill": "disabled",
+            "mem-fraction-static": 0.8,
+            "attention-backend": "fa3",
+        }
+    )

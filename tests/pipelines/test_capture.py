@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import json
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,10 +11,10 @@ import pytest
 import torch
 
 from pipelines.capture import capture, commit, plan_capture
-from pipelines.capture_plan import drop_foreign_files, estimate_bytes
+from pipelines.capture_plan import TokenBytes, drop_foreign_files, estimate_bytes
 from pipelines.capture_servers import handover_folder
 from pipelines.capture_session import CaptureSession
-from pipelines.errors import PreflightFailed, QualityStop
+from pipelines.errors import BadRecipe, PreflightFailed, QualityStop
 from pipelines.recipe import Recipe
 from pipelines.state_reader import Handover
 from pipelines.store import RunFolder
@@ -61,7 +63,9 @@ def assert_states_are_the_targets(recipe: Recipe, run: RunFolder, rows: list[dic
         ]
         states = witness.states(ids)
         aux = torch.cat([states[layer + 1] for layer in AUX_LAYER_IDS], -1)
-        for stored, expected in ((seen.aux, aux), (seen.last, states[-1])):
+        first = len(row["prompt_ids"])
+        assert seen.last[:first].isnan().all(), "nobody is taught by these, and none is kept"
+        for stored, expected in ((seen.aux, aux), (seen.last[first:], states[-1][first:])):
             # bf16 keeps 8 bits: half a unit in the last place, and a little for the sums' order.
             torch.testing.assert_close(stored.float(), expected, rtol=2**-8, atol=1e-4)
 
@@ -202,7 +206,7 @@ def test_a_server_that_captures_one_layer_off_is_found_before_the_first_shard(
 def test_the_quota_refuses_before_anything_is_written(tmp_path, tiny_target):
     recipe, run = tiny_run(tmp_path, tiny_target, "capture.max_bytes=10000")
     write_responses(run, 9)
-    with pytest.raises(PreflightFailed, match=r"tokens x \(3 aux \+ 1 last\) x 64 x 2 bytes"):
+    with pytest.raises(PreflightFailed, match="tokens x 384 bytes of aux states, .* x 128 of last"):
         capture(recipe, run, EventLog(run))
     assert not run.features.exists()
 
@@ -212,7 +216,7 @@ def test_the_estimate_is_what_the_files_take(tmp_path, tiny_target):
     write_responses(run, 30)
     counts = captured(recipe, run, tmp_path / "states")
     plan = plan_capture(recipe, run)
-    estimate = estimate_bytes(plan.shards, hidden_size=64, aux_layers=3)
+    estimate = estimate_bytes(plan.shards, TokenBytes.of(plan.config))
     stored = sum(path.stat().st_size for path in run.features.iterdir())
     assert counts["bytes"] < estimate
     assert stored < 1.1 * estimate
@@ -229,6 +233,67 @@ def test_attached_servers_are_refused_because_memory_is_not_shared_with_them(tmp
     recipe, run = tiny_run(tmp_path, tiny_target, servers)
     with pytest.raises(PreflightFailed, match="attach"):
         capture(recipe, run, EventLog(run))
+
+
+def launched(**changes) -> str:
+    servers = {
+        "kind": "launch",
+        "count": 1,
+        "python": "/opt/sglang/bin/python",
+        "tensor_parallel_size": 1,
+        "device": "cpu",
+        "arguments": {"dtype": "bfloat16"},
+        **changes,
+    }
+    return f"capture.servers={json.dumps(servers)}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"arguments": {}}, "dtype has to be given"),
+        ({"arguments": {"dtype": "bfloat16", "forward-hooks": "[]"}}, "Eyas sets it itself"),
+        ({"arguments": {"dtype": "bfloat16", "speculative-num-steps": 3}}, "without a draft"),
+        ({"listen": "network"}, "this machine's memory"),
+    ],
+)
+def test_a_launched_server_that_could_not_capture_is_no_recipe(
+    tmp_path, tiny_target, changes, words
+):
+    with pytest.raises(BadRecipe, match=words):
+        tiny_run(tmp_path, tiny_target, launched(**changes))
+
+
+def test_a_target_that_nobody_has_seen_sglang_capture_is_refused_before_a_server_starts(
+    tmp_path, tiny_target
+):
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "architectures": ["NewForCausalLM"]}))
+    recipe, run = tiny_run(tmp_path, target, launched())
+    write_responses(run, 9)
+    with pytest.raises(PreflightFailed, match="not known for NewForCausalLM"):
+        capture(recipe, run, EventLog(run))
+
+
+def test_what_decides_about_a_launched_servers_states_decides_about_its_shards(
+    tmp_path, tiny_target
+):
+    marks = []
+    for number, arguments in enumerate(
+        [
+            {"dtype": "bfloat16"},
+            {"dtype": "bfloat16", "mem-fraction-static": 0.5},
+            {"dtype": "float32"},
+            {"dtype": "bfloat16", "quantization": "fp8"},
+        ]
+    ):
+        recipe, run = tiny_run(tmp_path / str(number), tiny_target, launched(arguments=arguments))
+        write_responses(run, 9)
+        marks.append([shard.mark for shard in plan_capture(recipe, run).shards])
+    assert marks[0] == marks[1]
+    assert marks[2] != marks[0] != marks[3] != marks[2]
 
 
 def test_the_handover_folder_is_gone_after_a_fault_and_after_a_kill(tmp_path):

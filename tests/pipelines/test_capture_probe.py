@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipelines.capture_probe import check_batch, check_layers, relative_error
+from pipelines.capture_probe import check_batch, check_layers, check_start, relative_error
 from pipelines.errors import PreflightFailed
 
 LAYERS, TOKENS, WIDTH, AUX = 6, 5, 8, (1, 2, 3)
@@ -58,6 +58,15 @@ def test_neighbours_that_change_a_sequence_are_found(states):
     assert check_batch(alone, [one.clone() for one in alone], tolerance=0.004) == 0.0
     with pytest.raises(PreflightFailed, match="beside others"):
         check_batch(alone, [states[2].roll(1, 0), states[-1]], tolerance=0.004)
+
+
+def test_parts_that_were_joined_wrongly_are_found(states):
+    whole = [states[2], states[-1]]
+    start = [one[:3].clone() for one in whole]
+    assert check_start(start, whole, tolerance=0.004) == 0.0
+    swapped = [states[2][[0, 2, 1, 3, 4]], states[-1]]
+    with pytest.raises(PreflightFailed, match="first 3 tokens of a sequence of 5"):
+        check_start(start, swapped, tolerance=0.004)
 
 
 def test_the_error_is_relative_to_each_token_so_that_a_loud_one_hides_nothing():
