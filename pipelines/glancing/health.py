@@ -9,7 +9,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -34,8 +34,9 @@ THINK_MARKERS = (
     "◁think▷",
     "◁/think▷",
 )
-_SPECIAL = re.compile(r"<\|[a-z0-9_]{2,40}\|>|<｜[^｜\n]{2,40}｜>|\[BOS\]|\[EOS\]")
-_RESERVED = re.compile(r"<\|reserved[a-z_]*\d+\|>")
+# Compiled when a text first holds a bracket, and kept by `re`.
+_SPECIAL = r"<\|[a-z0-9_]{2,40}\|>|<｜[^｜\n]{2,40}｜>|\[BOS\]|\[EOS\]"
+_RESERVED = r"<\|reserved[a-z_]*\d+\|>"
 _NAN = "NaN happened"  # SGLang's word for a stop that it wrote over broken scores
 _HASHES = 4_000_000  # kept in memory; of more, every second, fourth, ...
 _NAMES = 1 << 16
@@ -68,7 +69,7 @@ class Repeats:
         """Take in one value. `name` is its row's, where it has one."""
         digest = sha256(value.encode("utf-8", "surrogatepass")).digest()
         key = int.from_bytes(digest[:8], "little")
-        if key & ((1 << self.halvings) - 1):
+        if self.halvings and key & ((1 << self.halvings) - 1):
             return
         if not self.halvings and len(self.names) < _NAMES:
             self.names.append(name or "")
@@ -182,7 +183,8 @@ class ResponseHealth:
         """Judge what was said, and return the text that may repeat itself."""
         reasoning = _text(row.get("reasoning", row.get("reasoning_content")))
         content = _text(row.get("content"))
-        self.with_reasoning += bool(reasoning.strip())
+        is_reasoned = bool(reasoning) and not reasoning.isspace()
+        self.with_reasoning += is_reasoned
         self.with_segments += "segments" in row
         self.reasoning_characters += len(reasoning)
         self.content_characters += len(content)
@@ -190,11 +192,11 @@ class ResponseHealth:
         self._add_markup(reasoning, content, row_name)
         if "�" in content:
             self._tally("broken_characters", row_name)
-        is_empty = not content.strip()
+        is_empty = not content or content.isspace()
         if is_empty and not _has_tool_calls(row):
             name = "cut_inside_reasoning" if finish == "length" else "content_empty"
             self._tally(name, row_name)
-        if not is_empty or reasoning.strip():
+        if is_reasoned or not is_empty:
             self.same_text.add(f"{_mark(reasoning)}\0{_mark(content)}", row_name)
         script = script_of(content)
         self.scripts[script] += script != ""
@@ -208,12 +210,12 @@ class ResponseHealth:
         if "<" in content or "[" in content or "◁" in content:  # how all of them begin
             if any(marker in content for marker in THINK_MARKERS):
                 self._tally("think_markers_in_content", row_name)
-            if _RESERVED.search(content):
+            if re.search(_RESERVED, content):
                 self._tally("reserved_tokens", row_name)
                 return
-            if any(one[0] not in THINK_MARKERS for one in _SPECIAL.finditer(content)):
+            if any(one[0] not in THINK_MARKERS for one in re.finditer(_SPECIAL, content)):
                 self._tally("special_tokens_in_content", row_name)
-        if "<" in reasoning and _RESERVED.search(reasoning):
+        if "<" in reasoning and re.search(_RESERVED, reasoning):
             self._tally("reserved_tokens", row_name)
 
     def merge(self, later: "ResponseHealth") -> None:
@@ -264,21 +266,16 @@ def completion_tokens(row: Row) -> tuple[str, int]:
             return "wrong type", 0
     if holder is None:
         return "null", 0
-    if not isinstance(holder, Mapping):
+    if not isinstance(holder, dict):
         return "wrong type", 0
     if "completion_tokens" not in holder:
         return "missing", 0
-    match holder["completion_tokens"]:
-        case None:
-            return "null", 0
-        case bool():
-            return "wrong type", 0
-        case int() as count:
-            return ("ok", count) if count > 0 else ("negative" if count else "zero", 0)
-        case str():
-            return "text", 0
-        case _:
-            return "wrong type", 0
+    count = holder["completion_tokens"]
+    if type(count) is int:
+        return ("ok", count) if count > 0 else ("negative" if count else "zero", 0)
+    if count is None:
+        return "null", 0
+    return "text" if isinstance(count, str) else "wrong type", 0
 
 
 def _mark(text: str) -> str:
@@ -290,8 +287,8 @@ def _mark(text: str) -> str:
 
 def _identity(row: Row) -> str | None:
     for key in ("sample_id", "id", "uuid"):
-        if isinstance(row.get(key), str | int):
-            return str(row[key])
+        if isinstance(value := row.get(key), (str, int)):
+            return str(value)
     return None
 
 
@@ -299,6 +296,8 @@ def _finish(row: Row) -> str:
     if "finish_reason" not in row:
         return "(missing)"
     match row["finish_reason"]:
+        case "stop" | "length" as usual:
+            return usual
         case None:
             return "(null)"
         case {"type": str(kind)}:
@@ -310,20 +309,18 @@ def _finish(row: Row) -> str:
 
 
 def _matched(row: Row) -> Any:
-    match row.get("finish_reason"):
-        case {"matched": matched}:
-            return matched
-        case _:
-            return None
+    reason = row.get("finish_reason")
+    return reason.get("matched") if isinstance(reason, dict) else None
 
 
 def _question(row: Row) -> str:
     """The last thing that a person said, where the row holds it openly."""
-    match row.get("messages"):
-        case [*_, {"role": "user", "content": str(text)}]:
-            return text
-        case _:
-            return ""
+    messages = row.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if isinstance(last, dict) and last.get("role") == "user":
+        content = last.get("content")
+        return content if isinstance(content, str) else ""
+    return ""
 
 
 def _text(value: Any) -> str:

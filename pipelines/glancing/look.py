@@ -34,8 +34,7 @@ class Draw:
 
     def add(self, number: int, value: Any) -> None:
         """Take part in the draw. `number` is the value's place among all."""
-        if self._size:
-            self._keep((self._chooser.random(), number, value))
+        self._keep((self._chooser.random(), number, value))
 
     def _keep(self, one: tuple[float, int, Any]) -> None:
         if len(self._kept) < self._size:
@@ -62,7 +61,7 @@ class Look:
         self.health = ResponseHealth()
         self.drill = None if wish.field is None else Drill(wish.field)
         self._rows = Draw(wish.show, part)
-        self._contents = Draw(_CONTENTS if wish.full else 0, part)
+        self._contents = Draw(_CONTENTS, part)
 
     def add(self, rows: Iterable[tuple[At, Row]]) -> None:
         """Look at rows."""
@@ -71,7 +70,8 @@ class Look:
             self.health.add(row, at)
             if self.drill is not None:
                 self.drill.add(row, at)
-            self._rows.add(self.profile.rows, row)
+            if self.wish.show:
+                self._rows.add(self.profile.rows, row)
             if self.wish.full and isinstance(content := row.get("content"), str):
                 self._contents.add(self.profile.rows, content[:_READ])
 

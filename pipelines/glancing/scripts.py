@@ -5,7 +5,7 @@ from collections import Counter
 
 _READ = 400  # characters
 _FEW = 20  # letters tell nothing
-_SCRIPTS = re.compile(
+_SCRIPTS = (  # compiled when a text is not plain ASCII, and kept by `re`
     r"(?P<Latin>[A-Za-zÀ-ɏ])|(?P<Cyrillic>[Ѐ-ӿ])|(?P<Han>[㐀-䶿一-鿿])|(?P<Kana>[぀-ヿ])"
     r"|(?P<Hangul>[가-힣ᄀ-ᇿ])|(?P<Arabic>[؀-ۿ])|(?P<Devanagari>[ऀ-ॿ])|(?P<Greek>[Ͱ-Ͽ])"
     r"|(?P<Hebrew>[֐-׿])|(?P<Thai>[฀-๿])"
@@ -20,7 +20,7 @@ def script_of(text: str) -> str:
     start = text[:_READ]
     if start.isascii():
         return "Latin" if len(start) >= 2 * _FEW else ""
-    letters = Counter(one.lastgroup for one in _SCRIPTS.finditer(start))
+    letters = Counter(one.lastgroup for one in re.finditer(_SCRIPTS, start))
     if letters["Kana"] * 5 > letters["Han"] and letters["Kana"] >= 4:
         return "Kana"
     name, count = letters.most_common(1)[0] if letters else (None, 0)
