@@ -1,9 +1,11 @@
 """JSONL: rows of a growing, broken or huge file, all of them or a sample of its places."""
 
 import json
+import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import orjson
@@ -36,12 +38,21 @@ def sampled_lines(reading: Reading) -> Iterator[tuple[At, Row]]:
     starts = [(0, edge), *((edge + slot * span, span) for slot in middle), (size - edge, edge)]
     rows = 0
     with opened(reading.place) as handle:
+        if isinstance(reading.place, Path):
+            _read_ahead(handle, starts)
         for start, length in starts:
             for one in lines_between(reading, handle, start, start + length):
                 rows += 1
                 yield one
     # Lines that begin in a span stand for the bytes of the span, however long they are.
     reading.row_count = round(rows * size / sum(length for _, length in starts))
+
+
+def _read_ahead(handle: IO[bytes], spans: Iterable[tuple[int, int]]) -> None:
+    """Have the disk fetch all spans at once: one after the other each would wait for it."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        for start, length in spans:
+            os.posix_fadvise(handle.fileno(), start, length, os.POSIX_FADV_WILLNEED)
 
 
 def lines_between(

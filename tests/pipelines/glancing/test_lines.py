@@ -1,5 +1,6 @@
 """Lines of large, growing and broken files, at the head, the tail and between."""
 
+import os
 import random
 
 import pytest
@@ -47,6 +48,21 @@ def test_the_rows_of_a_sample_stand_for_its_bytes_however_long_they_are(tmp_path
     read = len({row["sample_id"] for _, row in sampled_lines(reading)})
     assert read < 700
     assert reading.row_count == pytest.approx(2_000, rel=0.15)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no such advice")
+def test_all_places_of_a_sample_are_fetched_before_the_first_is_read(tmp_path, monkeypatch):
+    fetched = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _file, *span: fetched.append(span))
+    reading = reading_of(tmp_path / "rows.jsonl", lines([answer(n) for n in range(2_000)]), 60_000)
+    first, *rest = sampled_lines(reading)
+    spans = [(start, start + length) for start, length, _ in fetched]
+    assert {advice for *_, advice in fetched} == {os.POSIX_FADV_WILLNEED}
+    assert first[0] == At("line", 1)
+    for at, _ in rest:
+        if at.unit == "byte":
+            assert any(start <= at.number < end for start, end in spans)
+    assert spans[-1][1] == reading.size
 
 
 def test_what_a_writer_has_not_finished_is_no_fault(tmp_path):
