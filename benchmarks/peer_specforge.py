@@ -8,17 +8,16 @@ import importlib
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmarks import train_case
-from benchmarks.train_case import BETAS, CLIP, DRAFT, RATE, STEP_DECAY, STEPS, Case
+from benchmarks.train_case import BETAS, CLIP, DRAFT, RATE, STEP_DECAY, STEPS, Case, Step
 from training.packing import counted_rows
 
 
-def main(case: Case) -> Callable[[], tuple[float, float]]:
+def main(case: Case) -> Step:
     """The step of SpecForge's model and optimiser on the same batch, from the same weights."""
     import_triton_stub()
     from specforge.algorithms.eagle3 import model as trainer
@@ -126,6 +125,4 @@ def import_triton_stub() -> None:
 
 
 if __name__ == "__main__":
-    given = Case.parse(sys.argv[1])
-    torch.set_num_threads(given.threads)
-    train_case.answer(main(given))
+    train_case.answer(main)

@@ -9,12 +9,11 @@ own count of rows: losses agree to about a hundredth, where all labels are insid
 
 import sys
 import types
-from collections.abc import Callable
 
 import torch
 
 from benchmarks import train_case
-from benchmarks.train_case import BETAS, CLIP, DRAFT, RATE, STEP_DECAY, STEPS, Case
+from benchmarks.train_case import BETAS, CLIP, DRAFT, RATE, STEP_DECAY, STEPS, Case, Step
 
 
 class _Absent(types.ModuleType):
@@ -26,7 +25,7 @@ class _Absent(types.ModuleType):
         return Exception
 
 
-def main(case: Case) -> Callable[[], tuple[float, float]]:
+def main(case: Case) -> Step:
     """The step of its model with AdamW on the same document, from the same weights."""
     sys.modules["speculators.train.data"] = _Absent("speculators.train.data")
     from speculators.config import SpeculatorsConfig, VerifierConfig
@@ -101,6 +100,4 @@ def main(case: Case) -> Callable[[], tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    given = Case.parse(sys.argv[1])
-    torch.set_num_threads(given.threads)
-    train_case.answer(main(given))
+    train_case.answer(main)

@@ -69,13 +69,12 @@ SPECFORGE = Side(
 )
 # It weighs steps by their own counts of rows, and some of its rows start from a prompt's token.
 SPECULATORS = Side("benchmarks.peer_speculators", "speculators==0.9.0", {"float32": 1.5e-2})
-_HALF = Case((1024,), 0.5, "float32", 1)
-_TOKENS_MIXED = 2048
 
 
 def measure(options: Options) -> dict[str, float]:
     """All figures that are asked for."""
-    turns = 1 if options.short else 5
+    turns, tokens = (1, 512) if options.short else (5, 1024)
+    half = Case((tokens,), 0.5, "float32", 1)
     figures: dict[str, float] = {}
 
     def against(case: Case, turns: int = turns, peer: Side = SPECFORGE) -> tuple[float, float]:
@@ -84,23 +83,23 @@ def measure(options: Options) -> dict[str, float]:
         return seconds_of(theirs) / seconds_of(ours), peak_of(ours) / peak_of(theirs)
 
     if options.wants("specforge"):
-        figures["tokens_vs_specforge"], figures["memory_vs_specforge"] = against(_HALF)
+        figures["tokens_vs_specforge"], figures["memory_vs_specforge"] = against(half)
     if options.wants("bf16") and not options.short:
         # Where the CPU has no bf16 arithmetic, the peer's step takes more than a minute.
-        half = dataclasses.replace(_HALF, dtype="bfloat16")
-        figures["tokens_vs_specforge_bf16"], _ = against(half, 1)
+        narrow = dataclasses.replace(half, dtype="bfloat16")
+        figures["tokens_vs_specforge_bf16"], _ = against(narrow, 1)
     if options.wants("all_tokens"):
-        figures["all_tokens_vs_specforge"], _ = against(dataclasses.replace(_HALF, trainable=1.0))
+        figures["all_tokens_vs_specforge"], _ = against(dataclasses.replace(half, trainable=1.0))
     if options.wants("speculators"):
-        inside = dataclasses.replace(_HALF, speakable=1.0)
+        inside = dataclasses.replace(half, speakable=1.0)
         figures["tokens_vs_speculators"], _ = against(inside, turns, SPECULATORS)
     if options.wants("packed"):
-        mixed = dataclasses.replace(_HALF, lengths=mixed_lengths(_TOKENS_MIXED))
+        mixed = dataclasses.replace(half, lengths=mixed_lengths(2 * tokens))
         figures["packed_vs_padded"], _ = against(mixed, max(1, turns // 2))
     if options.wants("growth"):
         documents = 2 if options.short else 8
-        many = dataclasses.replace(_HALF, lengths=(1024,) * documents)
-        large, small = take_turns([(OURS, many), (OURS, _HALF)], max(1, turns // 2))
+        many = dataclasses.replace(half, lengths=(tokens,) * documents)
+        large, small = take_turns([(OURS, many), (OURS, half)], max(1, turns // 2))
         figures["growth"] = seconds_of(large) / documents / seconds_of(small)
     return figures
 

@@ -123,10 +123,16 @@ def make_weights() -> dict[str, torch.Tensor]:
     return {**initial_weights(DRAFT, head, used, seed=3), "embed_tokens.weight": head}
 
 
-def answer(step: Callable[[], tuple[float, float]]) -> None:
-    """Take a step, which gives loss and gradient norm, for each line on stdin."""
+Step = Callable[[], tuple[float, float]]  # gives the loss and the gradient norm
+
+
+def answer(prepare: Callable[[Case], Step]) -> None:
+    """Prepare the case of the command line, and take a step of it for each line on stdin."""
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print
+    os.dup2(2, 1)  # libraries print, some of them while they are set up
+    case = Case.parse(sys.argv[1])
+    torch.set_num_threads(case.threads)
+    step = prepare(case)
     for _ in sys.stdin:
         _give_memory_back()
         resting = _resident("VmRSS")
@@ -150,7 +156,7 @@ def _resident(name: str) -> int:
     return int(found[1]) * 1024
 
 
-def engine_step(case: Case) -> Callable[[], tuple[float, float]]:
+def engine_step(case: Case) -> Step:
     """A step of the engine that trains, on one packed micro-batch."""
     config = TrainConfig(
         seed=0,
@@ -204,6 +210,4 @@ def dtype_of(case: Case) -> torch.dtype:
 
 
 if __name__ == "__main__":
-    given = Case.parse(sys.argv[1])
-    torch.set_num_threads(given.threads)
-    answer(engine_step(given))
+    answer(engine_step)

@@ -59,7 +59,10 @@ def test_a_process_answers_each_line_with_a_cost_until_it_ends(
         "def step():\n"
         "    bytearray(b'x' * (50 << 20))\n"
         "    return next(losses), 0.5\n"
-        "train_case.answer(step)\n"
+        "def prepare(case):\n"
+        "    print(case)\n"
+        "    return step\n"
+        "train_case.answer(prepare)\n"
     )
     with stepping(Side("stepper", None, {}), CASE) as process:
         first, second = ask(process), ask(process)
