@@ -23,6 +23,7 @@ settings.register_profile("suite", deadline=None)  # on a busy machine a slow ex
 settings.load_profile("suite")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`, a file's tests share a process, as do all on the session's Ray, and all flows.
 
