@@ -6,12 +6,11 @@ slows the asking down: a worker holds the rows of a few blocks and no more.
 """
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ from actors.dispatch import ServerReport
 from actors.pool import Pool
 from pipelines.capture_servers import capture_servers, dtype_of, own_servers
 from pipelines.capture_trial import try_capture
+from pipelines.loop_thread import LoopThread
 from pipelines.recipe import Recipe
 from pipelines.state_reader import SAMPLE_FAULTS, Handover, Sample, StateReader
 from pipelines.store import RunFolder
@@ -37,8 +37,6 @@ _BLOCKS_AT_ONCE = 2  # the next one's requests wait while the last rows of this 
 _WORKER_CPUS = 0.1  # it waits for servers
 _LOOK_SECONDS = 1.0
 _TRIAL_ROWS = 4
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,17 +57,13 @@ class StreamWorker:
 
     def __init__(self, plan: StreamPlan) -> None:
         self._plan, self._tokens = plan, TokenStore(plan.tokens)
-        self._reader = StateReader(plan.handover)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._run(self._enter())
+        self._reader = StateReader(plan.handover, keeps=False)
+        self._loop = LoopThread()
+        self._loop.run(self._enter())
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
         """One table of `STREAM_SCHEMA` for each row, in the block's order."""
-        asking = [
-            asyncio.run_coroutine_threadsafe(self._states(row), self._loop)
-            for row in block["row"].to_pylist()
-        ]
+        asking = [self._loop.submit(self._states(row)) for row in block["row"].to_pylist()]
         try:
             for one in asking:
                 yield one.result().table()
@@ -79,11 +73,8 @@ class StreamWorker:
 
     def close(self) -> None:
         """End the loop and what lives in it. Ray ends the process instead."""
-        self._run(self._leave())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        self._loop.run(self._leave())
+        self._loop.stop()
 
     async def _enter(self) -> None:
         plan = self._plan

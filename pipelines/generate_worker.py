@@ -5,15 +5,14 @@ import functools
 import hashlib
 import json
 import logging
-import threading
 import time
 from array import array
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -36,6 +35,7 @@ from pipelines.conversation import (
 )
 from pipelines.durable_rows import DurableRows
 from pipelines.ledger import Answered, Ledger, Row
+from pipelines.loop_thread import LoopThread
 from pipelines.publish import Publisher
 from pipelines.readings import pool_readings
 from pipelines.recipe import Gates, Recipe, Target
@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 _WATCH_SECONDS = 1.0
 _RESERVED_TOKENS = 1  # the scheduler keeps the last place of the context
 _NEVER = 2**31  # rows; the ledger says when a segment is written
-
-T = TypeVar("T")
 
 
 class Report(Protocol):
@@ -164,9 +162,8 @@ class GenerateWorker:
         self._reader = PromptReader()
         self._conversations: set[asyncio.Task[int]] = set()
         self._is_open = True
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._run(self._enter())
+        self._loop = LoopThread()
+        self._loop.run(self._enter())
 
     def __call__(self, calls: pa.Table) -> pa.Table:
         """Read and answer the prompts of some calls. Returns how many rows became durable."""
@@ -174,15 +171,12 @@ class GenerateWorker:
 
     def answer(self, prompts: pa.Table) -> int:
         """Answer prompts; return how many rows became durable."""
-        return self._run(self._answer_all(prompt_rows(prompts)))
+        return self._loop.run(self._answer_all(prompt_rows(prompts)))
 
     def close(self) -> None:
         """End the loop and what lives in it. Ray ends the process instead."""
-        self._run(self._leave())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        self._loop.run(self._leave())
+        self._loop.stop()
 
     async def _enter(self) -> None:
         plan = self._plan
@@ -224,7 +218,7 @@ class GenerateWorker:
 
     def _tell(self, reports: Sequence[RowReport]) -> None:
         go_on = self._plan.report.put(reports)
-        self._loop.call_soon_threadsafe(self._go_on, go_on)
+        self._loop.call(self._go_on, go_on)
 
     def _go_on(self, is_open: bool) -> None:
         if self._is_open and not is_open:
