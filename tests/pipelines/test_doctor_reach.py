@@ -277,11 +277,18 @@ def test_each_server_that_does_not_answer_is_named(recipe):
     assert {one.outcome for one in found.values()} == {"fail"}
 
 
-def test_stages_that_need_embedded_servers_say_so(recipe):
-    servers = LaunchedServers(
+def test_stages_that_take_no_such_servers_say_so(recipe):
+    launched = LaunchedServers(
         kind="launch", count=1, python="python", tensor_parallel_size=1, device="cpu"
     )
-    capture = recipe.capture.model_copy(update={"servers": servers})
+    attached = AttachedServers(kind="attach", urls=("http://127.0.0.1:9",), ready_seconds=1.0)
     assert list(broken(check_kinds(recipe))) == []
-    planned = recipe.model_copy(update={"capture": capture})
-    assert list(broken(check_kinds(planned))) == ["capture servers"]
+    for servers, stages in ((launched, ["evaluate"]), (attached, ["capture", "evaluate"])):
+        planned = recipe.model_copy(
+            update={
+                stage: of.model_copy(update={"servers": servers})
+                for stage, of in (("capture", recipe.capture), ("evaluate", recipe.evaluate))
+            }
+        )
+        found = broken(check_kinds(planned))
+        assert list(found) == [f"{stage} servers" for stage in stages]
