@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-BENCHMARKS := generation chaos prepare glance train
+BENCHMARKS := generation chaos prepare glance train capture
 ARGS ?=
 CACHE := $(or $(EYAS_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/eyas)
 AXE := axe-core@4.14.1
@@ -27,7 +27,7 @@ quickstart: target  ## From nothing to a trained, exported, measured draft.
 	$(BIN)/eyas run recipes/quickstart.yaml
 
 test: lint target  ## Lint, types, tests: what CI runs.
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 browser:  ## Fetch what the test of a run's page needs: Chromium (Debian, as root) and axe-core (npm).
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \

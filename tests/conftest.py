@@ -1,5 +1,6 @@
 """Settings and fixtures of the whole suite: loopback only, quiet Ray, known thread counts."""
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -23,23 +24,30 @@ settings.register_profile("suite", deadline=None)  # on a busy machine a slow ex
 settings.load_profile("suite")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@functools.cache
+def _group(path: Path) -> str:
+    """With `-n`, files of one group share a process: all on the session's Ray, and all flows."""
+    if "local_ray" in path.read_text():
+        return "ray"
+    return "flows" if path.parent.name == "flows" else str(path)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, a file's tests share a process, as do all on the session's Ray, and all flows.
-
-    What takes longest comes first, so that no process is left with it at the end.
-    """
-    on_ray = {item.path for item in items if "local_ray" in item.fixturenames}
-
-    def group(item: pytest.Item) -> str:
-        if item.path in on_ray:
-            return "ray"
-        return "flows" if item.path.parent.name == "flows" else item.path.stem
-
+    """What takes longest comes first, so that no process is left with it at the end."""
     order = {"flows": 0, "ray": 1}
-    items.sort(key=lambda item: order.get(group(item), 2))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=lambda item: order.get(_group(item.path), 2))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """A scheduler of ours: xdist 3.8 sets marks of groups that pytest 9.2 does not read."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(config.rootpath / nodeid.partition("::")[0])
+
+    return ByGroup(config, log)
 
 
 @pytest.fixture(scope="session")
