@@ -133,6 +133,8 @@ class PromptFiles:
                 path = str(self._pile_path(number))
                 self._piles[number] = pa.ipc.new_stream(path, PREPARED_SCHEMA)
             self._piles[number].write_table(sorted_rows.slice(start, end - start))
+        del table, sorted_rows
+        pa.default_memory_pool().release_unused()
 
     def _pile_path(self, number: int) -> Path:
         return self._spill / f"{number:03d}"
@@ -165,7 +167,9 @@ class PromptFiles:
             pile = pile.filter(drawn)
         if pile.num_rows:
             profile.count(pile)
-        return pile.sort_by("sample_id").select(PROMPT_SCHEMA.names).cast(PROMPT_SCHEMA)
+        pile = pile.select(PROMPT_SCHEMA.names).cast(PROMPT_SCHEMA)
+        # In this thread: `sort_by` asks others, whose memory nobody can give back.
+        return pile.take(pc.sort_indices(pile["sample_id"]))
 
     def _write_rejected(self) -> None:
         if self._aside is None:
