@@ -225,6 +225,8 @@ VALUE_RULES: tuple[MessageRule, ...] = (
 
 def mend_each(messages: list[Json], rules: Sequence[MessageRule]) -> tuple[list[Json], list[str]]:
     """Messages of `present`, mended one by one, and the names of the rules that changed some."""
+    if all(map(_is_plain, messages)):
+        return messages, []
     return _mended(messages, {rule.__name__: partial(_each, rule) for rule in rules})
 
 
@@ -254,6 +256,12 @@ def _mended(
             names.append(name)
         messages = after
     return messages, names
+
+
+def _is_plain(message: Json) -> bool:
+    """Whether a message is a role and a text, of which no rule changes anything."""
+    content = message["content"]
+    return len(message) == 2 and isinstance(content, str) and not content.startswith(_BOM)
 
 
 def _each(rule: MessageRule, messages: list[Json]) -> list[Json]:
