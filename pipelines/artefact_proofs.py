@@ -9,11 +9,20 @@ import pyarrow.parquet as pq
 
 from pipelines.capture_probe import TOLERANCE, check_layers
 from pipelines.errors import PreflightFailed
-from pipelines.proof import Breaks, Broken, Evidence, NotThere, digest_of, load_tensors
+from pipelines.proof import (
+    Breaks,
+    Broken,
+    Evidence,
+    NotThere,
+    SampleMark,
+    digest_of,
+    load_tensors,
+)
 
 _SAMPLED_ROWS_PER_SHARD = 4
 _WITNESSED_ROWS = 4  # spread over all; of each so many tokens, which no later one changes
-_WITNESSED_TOKENS = 256
+_WITNESSED_TOKENS = 256  # or more: the prompt, and so many of its answer
+_WITNESSED_ANSWER = 16
 
 
 # --- features
@@ -47,26 +56,22 @@ def feature_rows(evidence: Evidence) -> str:
         return _token_rows(evidence)
     breaks, tokens = Breaks(), 0
     for shard, rows in _shards(evidence):
-        at = 0
+        at = last_at = 0
         ids, mask = shard.get_tensor("input_ids").numpy(), shard.get_tensor("loss_mask").numpy()
         for row in sorted(rows, key=lambda one: one["start"]):
             name, start, end = row["sample_id"], row["start"], row["start"] + row["length"]
             if start != at or end > len(ids):
                 breaks.add(name, f"it lies at {start} to {end}, expected {at}, of {len(ids)}")
                 break
+            if row["last_start"] != last_at:
+                breaks.add(name, f"its last states begin at {row['last_start']}, not {last_at}")
+                break
             at, tokens = end, tokens + row["length"]
+            last_at += row["length"] - row["teaches_from"]
             mark = evidence.responses.get(name)
-            if mark is None:
-                continue  # the index check names it
-            if row["length"] != mark.prompt_tokens + mark.output_tokens:
-                breaks.add(name, f"{row['length']} tokens, its response has another number")
-            elif digest_of(ids[start:end]) != mark.digest:
-                breaks.add(name, "its input_ids are not its prompt and output ids")
-            part = mask[start:end]
-            if part[: mark.prompt_tokens].any() or not part[mark.prompt_tokens :].all():
-                breaks.add(name, "its loss mask is not the span of the response")
-            if row["loss_tokens"] != int(part.sum()):
-                breaks.add(name, f"loss_tokens is {row['loss_tokens']}, the mask {part.sum()}")
+            if mark is not None:  # the index check names it
+                for fault in _faults(row, mark, ids[start:end], mask[start:end]):
+                    breaks.add(name, fault)
         else:
             if at != len(ids):
                 breaks.add(rows[0]["shard"], f"{len(ids) - at} tokens belong to no row")
@@ -74,11 +79,26 @@ def feature_rows(evidence: Evidence) -> str:
     return f"{tokens:,} tokens"
 
 
+def _faults(row: dict[str, Any], mark: SampleMark, ids: Any, mask: Any) -> Iterator[str]:
+    """Where one row of a shard is not its response."""
+    if row["length"] != mark.prompt_tokens + mark.output_tokens:
+        yield f"{row['length']} tokens, its response has another number"
+    elif digest_of(ids) != mark.digest:
+        yield "its input_ids are not its prompt and output ids"
+    if mask[: mark.prompt_tokens].any() or not mask[mark.prompt_tokens :].all():
+        yield "its loss mask is not the span of the response"
+    if row["loss_tokens"] != int(mask.sum()):
+        yield f"loss_tokens is {row['loss_tokens']}, the mask {mask.sum()}"
+    first = int(mask.argmax()) if mask.any() else row["length"]
+    if row["teaches_from"] != first:
+        yield f"teaches_from is {row['teaches_from']}, the mask says {first}"
+
+
 def feature_states(evidence: Evidence) -> str:
     """States are finite, not constant and as wide as the target says; layers are the profile's."""
     import torch
 
-    profile, breaks, count = evidence.recipe.target.profile, Breaks(), 0
+    profile, breaks, blocks = evidence.recipe.target.profile, Breaks(), 0
     for shard, rows in _shards(evidence):
         name = rows[0]["shard"]
         written = json.loads(shard.metadata()["aux_layer_ids"])
@@ -86,23 +106,27 @@ def feature_states(evidence: Evidence) -> str:
             breaks.add(name, f"layers {written}, the profile says {list(profile.aux_layer_ids)}")
         width = evidence.target_number("hidden_size")
         total = shard.get_slice("input_ids").get_shape()[0]
-        for part, layers in (("aux", len(profile.aux_layer_ids)), ("last", 1)):
+        taught = sum(row["length"] - row["teaches_from"] for row in rows)
+        for part, count, layers in (
+            ("aux", total, len(profile.aux_layer_ids)),
+            ("last", taught, 1),
+        ):
             view = shard.get_slice(part)
-            if width is not None and view.get_shape() != [total, layers * width]:
-                breaks.add(name, f"{part} is {view.get_shape()}, not {[total, layers * width]}")
+            if width is not None and view.get_shape() != [count, layers * width]:
+                breaks.add(name, f"{part} is {view.get_shape()}, not {[count, layers * width]}")
                 continue
             if view.get_dtype() != "BF16":
                 breaks.add(name, f"{part} is {view.get_dtype()}, not BF16")
             step = max(1, len(rows) // _SAMPLED_ROWS_PER_SHARD)
             for row in rows[::step]:
-                count += 1
-                states = view[row["start"] : row["start"] + row["length"]]
+                blocks += 1
+                states = view[_place(row)[part]]
                 if not bool(torch.isfinite(states).all()):
                     breaks.add(row["sample_id"], f"{part} holds a value that is not finite")
                 elif not bool(states.any(dim=-1).all()):
                     breaks.add(row["sample_id"], f"{part} holds a token whose state is all zero")
     breaks.raise_if_any()
-    return f"{count:,} blocks of states sampled"
+    return f"{blocks:,} blocks of states sampled"
 
 
 def feature_targets(evidence: Evidence) -> str:
@@ -128,8 +152,9 @@ def feature_targets(evidence: Evidence) -> str:
             at += 1
             if at - 1 not in wanted:
                 continue
-            part = slice(row["start"], row["start"] + min(row["length"], _WITNESSED_TOKENS))
-            ids, aux, last = (shard.get_slice(one)[part] for one in ("input_ids", "aux", "last"))
+            tokens = max(_WITNESSED_TOKENS, row["teaches_from"] + _WITNESSED_ANSWER)
+            places = _place(row, min(row["length"], tokens))
+            ids, aux, last = (shard.get_slice(one)[places[one]] for one in places)
             try:
                 error = check_layers(
                     aux,
@@ -147,7 +172,7 @@ def feature_targets(evidence: Evidence) -> str:
 
 
 def _index(evidence: Evidence) -> list[dict[str, Any]]:
-    from training.features import INDEX_SCHEMA
+    from training.features import FeatureFault, refuse_another_version
 
     evidence.need("capture")
     if evidence.recipe.capture.mode != "offline":
@@ -157,10 +182,20 @@ def _index(evidence: Evidence) -> list[dict[str, Any]]:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise Broken(f"features/index.parquet cannot be read: {error}") from error
-    if not table.schema.equals(INDEX_SCHEMA, check_metadata=True):
-        raise Broken("features/index.parquet has another schema than training/features.py says")
+    try:
+        refuse_another_version(table.schema, "features/index.parquet")
+    except FeatureFault as fault:
+        raise Broken(str(fault)) from fault
     rows: list[dict[str, Any]] = table.to_pylist()
     return rows
+
+
+def _place(row: dict[str, Any], tokens: int | None = None) -> dict[str, slice]:
+    """Where a row's ids, aux and last states lie in its shard, up to so many of its tokens."""
+    tokens = row["length"] if tokens is None else tokens
+    whole = slice(row["start"], row["start"] + tokens)
+    last = slice(row["last_start"], row["last_start"] + max(0, tokens - row["teaches_from"]))
+    return {"input_ids": whole, "aux": whole, "last": last}
 
 
 def _shards(evidence: Evidence) -> Iterator[tuple[Any, list[dict[str, Any]]]]:

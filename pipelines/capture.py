@@ -25,7 +25,7 @@ from actors.dispatch import ServerReport
 from pipelines.capture_plan import (
     Part,
     Plan,
-    bytes_per_token,
+    TokenBytes,
     check_room,
     drop_foreign_files,
     forget_shards,
@@ -94,7 +94,7 @@ def note_tokens(recipe: Recipe, run: RunFolder) -> dict[str, Any]:
         run.features / TOKENS_FILE, (_tokens(rows.slice(at, _ROWS_PER_BATCH)) for at in batches)
     )
     tokens = int(lengths(rows).sum())
-    size = tokens * bytes_per_token(config.target_hidden_size, len(config.aux_layer_ids))
+    size = tokens * TokenBytes.of(config).at_most
     return {
         "headline": f"{rows.num_rows:,} samples, {tokens:,} tokens; their states "
         f"({size / 1e9:,.1f} GB) are made while training",
@@ -146,8 +146,7 @@ def plan_capture(recipe: Recipe, run: RunFolder, only: Collection[str] | None = 
         run.features,
         shards,
         plan.missing,
-        hidden_size=config.target_hidden_size,
-        aux_layers=len(layer_ids),
+        size=TokenBytes.of(config),
         quota_bytes=recipe.capture.max_bytes,
     )
     return plan

@@ -40,6 +40,7 @@ class Shard:
     rows: pa.Table  # columns of a response row
     mark: str  # a hash of everything that the shard's content depends on
     tokens: int
+    answer_tokens: int  # of them: only these have a last state that teaches
 
     @property
     def part(self) -> str:
@@ -106,6 +107,7 @@ def plan_shards(
                 rows=some,
                 mark=_mark(some, depends_on),
                 tokens=int(lengths(some).sum()),
+                answer_tokens=int(pc.list_value_length(some["output_ids"]).to_numpy().sum()),
             )
         )
     return shards
@@ -118,16 +120,34 @@ def lengths(rows: pa.Table) -> np.ndarray:
     return total
 
 
-def bytes_per_token(hidden_size: int, aux_layers: int) -> int:
-    """bf16 states, an int32 id and a byte of the mask."""
-    return 2 * (aux_layers + 1) * hidden_size + 5
+@dataclass(frozen=True)
+class TokenBytes:
+    """What one token takes on disk: its aux states, and its last state if it is of an answer."""
+
+    aux: int
+    last: int
+    ids: int = 5  # an int32 id and a byte of the mask
+
+    @staticmethod
+    def of(config: DraftConfig) -> "TokenBytes":
+        """Of the states that a draft of this config is trained on."""
+        width, layers = config.target_hidden_size, len(config.aux_layer_ids)
+        return TokenBytes(2 * layers * width, 2 * width)
+
+    @property
+    def at_most(self) -> int:
+        """Of a token of an answer."""
+        return self.aux + self.last + self.ids
+
+    def total(self, tokens: int, answer_tokens: int) -> int:
+        """Of so many tokens, and of those of answers among them."""
+        return tokens * (self.aux + self.ids) + answer_tokens * self.last
 
 
-def estimate_bytes(shards: Sequence[Shard], *, hidden_size: int, aux_layers: int) -> int:
-    """Size of the shards: bf16 states, an int32 id and a mask byte for each token, small change."""
-    per_token = bytes_per_token(hidden_size, aux_layers)
+def estimate_bytes(shards: Sequence[Shard], size: TokenBytes) -> int:
+    """Size of the shards: of the tokens, and small change."""
     return sum(
-        shard.tokens * per_token
+        size.total(shard.tokens, shard.answer_tokens)
         + shard.rows.num_rows * _INDEX_BYTES_PER_ROW
         + _HEADER_BYTES_PER_SHARD
         for shard in shards
@@ -139,17 +159,17 @@ def check_room(
     shards: Sequence[Shard],
     missing: Sequence[Shard],
     *,
-    hidden_size: int,
-    aux_layers: int,
+    size: TokenBytes,
     quota_bytes: int,
 ) -> None:
     """Compare the estimate with the quota and the free disk. Raises `PreflightFailed`."""
-    size = {"hidden_size": hidden_size, "aux_layers": aux_layers}
-    whole, rest = estimate_bytes(shards, **size), estimate_bytes(missing, **size)
-    tokens = sum(shard.tokens for shard in shards)
+    whole, rest = estimate_bytes(shards, size), estimate_bytes(missing, size)
+    tokens, answers = (
+        sum(getattr(shard, name) for shard in shards) for name in ("tokens", "answer_tokens")
+    )
     sum_of_it = (
-        f"{tokens:,} tokens x ({aux_layers} aux + 1 last) x {hidden_size} x 2 bytes: "
-        f"{whole:,} bytes with ids and index"
+        f"{tokens:,} tokens x {size.aux:,} bytes of aux states, {answers:,} of answers x "
+        f"{size.last:,} of last ones: {whole:,} bytes with ids and index"
     )
     if whole > quota_bytes:
         raise PreflightFailed(

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 
 from pipelines.capture import capture_rows
-from pipelines.capture_plan import bytes_per_token, forget_shards
+from pipelines.capture_plan import TokenBytes, forget_shards
 from pipelines.errors import PreflightFailed
 from pipelines.recipe import Recipe
 from pipelines.store import RunFolder
@@ -30,7 +30,7 @@ def captured_slices(
     """
     # One rank reads all rows that a step needs, whatever the number of workers is.
     plan = RowPlan(rows, recipe.train, rank=0, world=1)
-    size = bytes_per_token(config.target_hidden_size, len(config.aux_layer_ids))
+    size = TokenBytes.of(config).at_most
     while True:
         step = checkpoint.newest_step(run.checkpoints)
         until, wanted = next_slice(plan, step, room=recipe.capture.max_bytes // size)

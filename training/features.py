@@ -5,25 +5,28 @@ Shape legend, for every file of this package:
 `D` draft hidden size, `V` target vocabulary, `U` draft vocabulary, `K` TTT steps.
 
 On disk: `shard-NNNNN.safetensors`, each with `input_ids` [N] int32, `loss_mask` [N] bool,
-`aux` [N, A*H] bf16 and `last` [N, H] bf16, rows one after the other; and `index.parquet`, which
+`aux` [N, A*H] bf16 and `last` [L, H] bf16, rows one after the other; and `index.parquet`, which
 says where each sample lies. Shards are memory-mapped, and addressed by (shard, start, length).
+
+A row that counts is taught by the last states of tokens from the first that may teach on, and by no
+earlier one: `last` holds those alone. The aux states of the others are attention's keys.
 """
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-FEATURES_VERSION = "1"
+FEATURES_VERSION = "2"
 _FAILED = "failed.json"
 
 INDEX_SCHEMA = pa.schema(
@@ -35,6 +38,9 @@ INDEX_SCHEMA = pa.schema(
         pa.field("start", pa.int64(), nullable=False),
         pa.field("length", pa.int32(), nullable=False),  # tokens, prompt and response
         pa.field("loss_tokens", pa.int32(), nullable=False),  # tokens that may teach
+        # The first token that may teach, or the length; its last state is the shard's [last_start].
+        pa.field("teaches_from", pa.int32(), nullable=False),
+        pa.field("last_start", pa.int64(), nullable=False),
     ],
     metadata={"eyas.schema": "features", "eyas.schema_version": FEATURES_VERSION},
 )
@@ -54,7 +60,9 @@ class FeatureRow:
     input_ids: torch.Tensor  # [T] int64, prompt + response
     loss_mask: torch.Tensor  # [T] bool, tokens the target itself produced
     aux: torch.Tensor  # [T, A*H] bf16, residual stream after layers aux_layer_ids, ascending
-    last: torch.Tensor  # [T, H] bf16, after the target's final norm
+    # [T, H] bf16, after the target's final norm. Before the first token that may teach, nobody
+    # reads it: a row from disk holds NaN there, and whoever does read it is noticed.
+    last: torch.Tensor
 
     def __post_init__(self) -> None:
         tokens = self.input_ids.shape[0]
@@ -64,6 +72,11 @@ class FeatureRow:
                     f"{self.sample_id}: {name} has {getattr(self, name).shape[0]} rows for "
                     f"{tokens} tokens"
                 )
+
+
+def teaches_from(loss_mask: torch.Tensor) -> int:
+    """The first of [T] tokens that may teach; T where none may."""
+    return int(loss_mask.int().argmax()) if bool(loss_mask.any()) else len(loss_mask)
 
 
 class TokenRows(Protocol):
@@ -97,14 +110,16 @@ def write_shard(
     Raises `FeatureFault` on a non-finite state: a NaN that enters here poisons every step.
     """
     assert rows
-    for row in rows:
-        if not (bool(torch.isfinite(row.aux).all()) and bool(torch.isfinite(row.last).all())):
+    firsts = [teaches_from(row.loss_mask) for row in rows]
+    last = [row.last[first:] for row, first in zip(rows, firsts, strict=True)]
+    for row, taught in zip(rows, last, strict=True):
+        if not (bool(torch.isfinite(row.aux).all()) and bool(torch.isfinite(taught).all())):
             raise FeatureFault(f"{row.sample_id}: a hidden state is not finite")
     tensors = {
         "input_ids": torch.cat([row.input_ids for row in rows]).to(torch.int32),
         "loss_mask": torch.cat([row.loss_mask for row in rows]).to(torch.bool),
         "aux": torch.cat([row.aux for row in rows]).to(torch.bfloat16),
-        "last": torch.cat([row.last for row in rows]).to(torch.bfloat16),
+        "last": torch.cat(last).to(torch.bfloat16),
     }
     # One key only: safetensors writes several in random order, and the same rows must give the
     # same bytes. The version is the index's.
@@ -116,19 +131,25 @@ def write_shard(
         temporary.replace(folder / name)
     finally:
         temporary.unlink(missing_ok=True)
-    lengths = np.array([row.input_ids.shape[0] for row in rows], dtype=np.int64)
+    lengths = [len(row.input_ids) for row in rows]
     return pa.table(
         {
             "sample_id": [row.sample_id for row in rows],
             "dataset": [row.dataset for row in rows],
             "domain": [row.domain for row in rows],
             "shard": [name] * len(rows),
-            "start": np.concatenate([[0], np.cumsum(lengths)[:-1]]),
-            "length": lengths.astype(np.int32),
+            "start": _starts(lengths),
+            "length": lengths,
             "loss_tokens": [int(row.loss_mask.sum()) for row in rows],
+            "teaches_from": firsts,
+            "last_start": _starts([len(one) for one in last]),
         },
         schema=INDEX_SCHEMA,
     )
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts[:-1])]
 
 
 def write_failed(folder: Path, failed: Sequence[Mapping[str, str]]) -> None:
@@ -148,6 +169,18 @@ def failed_samples(folder: Path) -> dict[str, str]:
     return {one["sample_id"]: f"{one['fault']}: {one['detail']}" for one in failed}
 
 
+def refuse_another_version(schema: pa.Schema, name: str) -> None:
+    """Raise `FeatureFault` unless an index is one that this version reads."""
+    if schema.equals(INDEX_SCHEMA, check_metadata=True):
+        return
+    version = (schema.metadata or {}).get(b"eyas.schema_version", b"unknown").decode()
+    what = "another schema" if version == FEATURES_VERSION else f"version {version}"
+    raise FeatureFault(
+        f"{name} is of {what}, expected version {FEATURES_VERSION} of training/features.py: have "
+        "the states made again with --from capture"
+    )
+
+
 class FeatureStore:
     """Random access to the rows of a features folder, through memory maps. Read-only."""
 
@@ -157,6 +190,7 @@ class FeatureStore:
         index = folder / "index.parquet"
         if not index.exists():
             raise FeatureFault(f"{index} is missing: run the capture stage to its end")
+        refuse_another_version(pq.read_schema(index), str(index))
         self.index = pq.read_table(index, schema=INDEX_SCHEMA)
         self.sample_ids: list[str] = self.index["sample_id"].to_pylist()
         self.datasets: list[str] = self.index["dataset"].to_pylist()
@@ -165,6 +199,8 @@ class FeatureStore:
         self.loss_tokens: list[int] = self.index["loss_tokens"].to_pylist()
         self._shard: list[str] = self.index["shard"].to_pylist()
         self._start: list[int] = self.index["start"].to_pylist()
+        self._teaches_from: list[int] = self.index["teaches_from"].to_pylist()
+        self._last_start: list[int] = self.index["last_start"].to_pylist()
         self._open: dict[str, safe_open] = {}
         self.set_aside: dict[str, str] = {}  # capture has left them out
 
@@ -183,6 +219,13 @@ class FeatureStore:
         """Read one row. The tensors are copies that the caller owns."""
         shard, start, end = self._place(row)
         input_ids, loss_mask = self.tokens(row)
+        first, at = self._teaches_from[row], self._last_start[row]
+        if first != teaches_from(loss_mask):  # or NaN would teach
+            raise FeatureFault(
+                f"{self.sample_ids[row]}: the index has it teach from token {first} on, its mask "
+                f"from {teaches_from(loss_mask)}"
+            )
+        taught = shard.get_slice("last")[at : at + self.lengths[row] - first]
         return FeatureRow(
             sample_id=self.sample_ids[row],
             dataset=self.datasets[row],
@@ -190,7 +233,7 @@ class FeatureStore:
             input_ids=input_ids,
             loss_mask=loss_mask,
             aux=shard.get_slice("aux")[start:end],
-            last=shard.get_slice("last")[start:end],
+            last=torch.cat([taught.new_full((first, taught.shape[1]), torch.nan), taught]),
         )
 
     def _place(self, row: int) -> tuple[safe_open, int, int]:

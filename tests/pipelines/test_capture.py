@@ -206,7 +206,7 @@ def test_a_server_that_captures_one_layer_off_is_found_before_the_first_shard(
 def test_the_quota_refuses_before_anything_is_written(tmp_path, tiny_target):
     recipe, run = tiny_run(tmp_path, tiny_target, "capture.max_bytes=10000")
     write_responses(run, 9)
-    with pytest.raises(PreflightFailed, match="tokens x 384 bytes of aux states, .* x 128 of last"):
+    with pytest.raises(PreflightFailed, match="tokens x 384 bytes of aux states"):
         capture(recipe, run, EventLog(run))
     assert not run.features.exists()
 
