@@ -1,6 +1,6 @@
 """One captured request as one file: who writes it, what is in it, how it is proved and removed.
 
-Loaded inside a server's process too, so: standard library, torch and safetensors only.
+Loaded inside a server's process too, so: standard library, numpy, torch and safetensors only.
 The file is named after the request and appears by rename: what is there is whole. A server that
 meets a fault leaves a fault file of the same name instead, and the reader raises what it says.
 """
@@ -12,12 +12,12 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors import SafetensorError, safe_open
 
 # How long a writer waits for room in a full folder; a reader waits longer, so as to hear of it.
 ROOM_SECONDS = 30.0
@@ -31,7 +31,12 @@ _RID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@=+,-]{0,199}")
 _LAYER_IDS = "aux_layer_ids"
 _TENSORS = {"input_ids": torch.int32, "aux": torch.bfloat16, "last": torch.bfloat16}
 _DTYPE_NAMES = {torch.int32: "I32", torch.bfloat16: "BF16"}  # as safetensors writes them
-_LOOK_SECONDS = (0.002, 0.05)  # between two looks: at first, and at most
+_LOOK_SECONDS = (0.002, 0.05)  # between two looks: at least, and at most
+_LOOK_SHARE = 0.1  # of the time that was waited: what a late look adds to it
+
+# bf16 as int16 and as uint16: from these on, and to the end, there are infinities and NaN only.
+_INFINITY, _MINUS_INFINITY = 0x7F80, 0xFF80
+_CHECKED_AT_ONCE = 1 << 17  # values, which a core's cache holds: they are looked at twice
 
 
 class CaptureFault(Exception):
@@ -55,6 +60,23 @@ class CapturedStates:
     aux: torch.Tensor  # [T, A*H] bf16, residual stream after the layers, ascending
     last: torch.Tensor  # [T, H] bf16, after the final norm
     aux_layer_ids: tuple[int, ...]  # "output of layer j"
+
+    def copied(self) -> "CapturedStates":
+        """The same in memory of its own, for one who keeps it.
+
+        All of it: any view of the file keeps all of the file's room.
+        """
+        aux, last = (empty_states(*one.shape).copy_(one) for one in (self.aux, self.last))
+        return replace(self, input_ids=self.input_ids.clone(), aux=aux, last=last)
+
+
+def empty_states(rows: int, width: int) -> torch.Tensor:
+    """[rows, width] bf16 in new memory.
+
+    numpy asks the system for large pages and torch does not: the faults of small ones can take
+    longer than what is copied there.
+    """
+    return torch.from_numpy(np.empty((rows, width), np.int16)).view(torch.bfloat16)
 
 
 class StatesFile:
@@ -180,16 +202,19 @@ def take(
     aux_layer_ids: Sequence[int] | None = None,
     late_seconds: float = 0.0,
 ) -> CapturedStates:
-    """Read one request's states, prove them, and remove the file whether they hold or not.
+    """Map one request's states, prove them, and remove the file whether they hold or not.
 
+    The tensors are the file's own memory: its room in `folder` is free again once they are gone.
     Waits `late_seconds` for a file that a server writes after its answer. Raises `CaptureFault`
     with one of the names `bad_rid`, `missing`, `unreadable`, `tensors`, `dtype`, `rows`, `width`,
     `layer_ids`, `foreign_rid`, `foreign_ids`, `not_finite`, or the name in a fault file.
     """
     path = _path_of(folder, rid)
-    content = _read_when_there(path, late_seconds)
-    path.unlink(missing_ok=True)
-    states = _parse(path.name, content)
+    _wait_for(path, late_seconds)
+    try:
+        states = _parse(path)
+    finally:
+        path.unlink(missing_ok=True)
     if states.rid != rid:
         raise CaptureFault("foreign_rid", f"{path.name} holds the states of {states.rid!r}")
     _check_rows(states, len(expected_ids), aux_width, width)
@@ -200,7 +225,7 @@ def take(
     if states.input_ids.tolist() != list(expected_ids):
         raise CaptureFault("foreign_ids", f"{path.name} holds other ids than those that were sent")
     for name in ("aux", "last"):
-        if not bool(torch.isfinite(getattr(states, name)).all()):
+        if not _is_finite(getattr(states, name)):
             raise CaptureFault("not_finite", f"{name} of {path.name} holds a NaN or an infinity")
     return states
 
@@ -290,20 +315,19 @@ def _reserve(path: Path, size: int, room_seconds: float) -> None:
             time.sleep(_LOOK_SECONDS[1])
 
 
-def _read_when_there(path: Path, late_seconds: float) -> bytes:
-    deadline, pause = time.monotonic() + late_seconds, _LOOK_SECONDS[0]
+def _wait_for(path: Path, late_seconds: float) -> None:
+    started = time.monotonic()
     while True:
-        is_last = time.monotonic() >= deadline
-        try:
-            return path.read_bytes()
-        except FileNotFoundError as error:
-            for told in (path.with_suffix(_FAULT_SUFFIX), path.with_name(_HOOK_FAULT)):
-                _raise_told(told)
-            if is_last:
-                late = f" {late_seconds:g} s after the answer" if late_seconds else ""
-                raise CaptureFault("missing", f"no {path.name} in {path.parent}{late}") from error
-        time.sleep(pause)
-        pause = min(2 * pause, _LOOK_SECONDS[1])
+        waited = time.monotonic() - started
+        if path.exists():
+            return
+        for told in (path.with_suffix(_FAULT_SUFFIX), path.with_name(_HOOK_FAULT)):
+            _raise_told(told)
+        if waited >= late_seconds:
+            late = f" {late_seconds:g} s after the answer" if late_seconds else ""
+            raise CaptureFault("missing", f"no {path.name} in {path.parent}{late}")
+        least, most = _LOOK_SECONDS
+        time.sleep(min(max(least, _LOOK_SHARE * waited), most))
 
 
 def _raise_told(path: Path) -> None:
@@ -322,13 +346,14 @@ def _is_alive(path: Path) -> bool:
     return pid.isdecimal() and Path("/proc", pid).exists()
 
 
-def _parse(name: str, content: bytes) -> CapturedStates:
+def _parse(path: Path) -> CapturedStates:
+    name = path.name
     try:
-        tensors = load(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        metadata = header["__metadata__"]
+        with safe_open(path, framework="pt") as file:
+            tensors = {one: file.get_tensor(one) for one in file.keys()}  # noqa: SIM118 - no mapping
+            metadata = file.metadata()
         rid, layer_ids = metadata["rid"], tuple(json.loads(metadata[_LAYER_IDS]))
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise CaptureFault("unreadable", f"{name}: {error!r}") from error
     if tensors.keys() != _TENSORS.keys():
         raise CaptureFault("tensors", f"{name} holds {sorted(tensors)}, not {sorted(_TENSORS)}")
@@ -346,3 +371,12 @@ def _check_rows(states: CapturedStates, rows: int, aux_width: int, width: int) -
             raise CaptureFault("rows", f"{name} is {seen}, expected {shape}")
         if seen != shape:
             raise CaptureFault("width", f"{name} is {seen}, expected {shape}")
+
+
+def _is_finite(states: torch.Tensor) -> bool:
+    """Whether no bf16 value is an infinity or a NaN: one pass, and nothing of the states' size."""
+    bits = states.view(torch.int16).numpy().reshape(-1)
+    parts = (bits[at : at + _CHECKED_AT_ONCE] for at in range(0, len(bits), _CHECKED_AT_ONCE))
+    return all(
+        part.max() < _INFINITY and part.view(np.uint16).max() < _MINUS_INFINITY for part in parts
+    )

@@ -27,6 +27,7 @@ from actors.capture_file import (
     ROOM_SECONDS,
     CaptureFault,
     StatesFile,
+    empty_states,
     publish_fault,
     sweep_dead,
     tokens_of,
@@ -61,10 +62,15 @@ class Part:
     last: torch.Tensor  # [n, H]
 
     @property
+    def aux_blocks(self) -> list[torch.Tensor]:
+        """The aux states side by side, as they came."""
+        return [self.aux] if isinstance(self.aux, torch.Tensor) else [*self.aux]
+
+    @property
     def host_bytes(self) -> int:
         """What these rows take in the host's memory as int32 and bf16."""
-        blocks = [self.aux] if isinstance(self.aux, torch.Tensor) else [*self.aux]
-        return 4 * len(self.input_ids) + 2 * sum(one.numel() for one in (*blocks, self.last))
+        states = sum(one.numel() for one in (*self.aux_blocks, self.last))
+        return 4 * len(self.input_ids) + 2 * states
 
 
 def factory(config: Mapping[str, Any]) -> "CaptureHook | None":
@@ -257,8 +263,11 @@ class _Copied:
 
 def _to_host(part: Part, size: int, stream: "torch.cuda.Stream | None") -> _Copied:
     if stream is None:
-        ids, aux, last = (one.to("cpu", copy=True) for one in _blocks(part))
-        return _Copied(part, size, ids, aux, last, _at_once)
+        # The server may use its own again.
+        ids, last = part.input_ids.to(torch.int32, copy=True), empty_states(*part.last.shape)
+        aux = empty_states(len(ids), sum(one.shape[1] for one in part.aux_blocks))
+        torch.cat([one.to(torch.bfloat16) for one in part.aux_blocks], dim=-1, out=aux)
+        return _Copied(part, size, ids, aux, last.copy_(part.last), _at_once)
     stream.wait_stream(torch.cuda.current_stream(part.last.device))
     with torch.cuda.stream(stream):
         # torch keeps pinned blocks for the next ones, so this allocates in the beginning only.

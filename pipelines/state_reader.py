@@ -59,11 +59,13 @@ class Handover:
 class StateReader:
     """Asks for states and takes them. Lives in one event loop; `rid` names the pool's requests.
 
+    `keeps`: states stay for longer than the next requests take, so they are copied out of the
+    folder, which has room for requests only.
     `asked_again` counts the samples that took more than one attempt.
     """
 
-    def __init__(self, handover: Handover) -> None:
-        self._handover = handover
+    def __init__(self, handover: Handover, *, keeps: bool = True) -> None:
+        self._handover, self._keeps = handover, keeps
         self._asked: dict[str, str] = {}  # sample id to the rid of its last attempt
         self._given_up: set[str] = set()  # rids whose files nobody will read
         self.asked_again = 0
@@ -98,7 +100,7 @@ class StateReader:
         """The states of a request that was answered. What is wrong with them is asked again."""
         handover = self._handover
         try:
-            return capture_file.take(
+            states = capture_file.take(
                 handover.folder,
                 request.rid,
                 expected_ids=request.input_ids,
@@ -109,3 +111,4 @@ class StateReader:
             )
         except CaptureFault as fault:
             raise BadReply(f"capture_{fault.name}", fault.detail) from fault
+        return states.copied() if self._keeps else states

@@ -26,7 +26,7 @@ SHELLS = {
 }
 # Loaded inside a server's process, or started as a program of their own.
 STANDALONE = {
-    "actors/capture_file.py": {"torch", "safetensors"},
+    "actors/capture_file.py": {"numpy", "torch", "safetensors"},
     "actors/capture_hook.py": {"torch", "actors"},  # of actors only the one above
     "actors/guard.py": set(),
 }

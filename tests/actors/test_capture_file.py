@@ -4,6 +4,7 @@ import os
 import pickle
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from actors.capture_file import (
+    _CHECKED_AT_ONCE,
     CaptureFault,
     StatesFile,
+    _is_finite,
     can_name_a_file,
     discard,
     publish,
@@ -89,6 +92,43 @@ def test_one_value_that_is_not_finite_condemns_the_file(tmp_path, bad, where):
     tensors[where][2, 3] = bad
     publish(tmp_path, "row-1", IDS, *tensors, LAYERS)
     assert fault_of(tmp_path) == "not_finite"
+
+
+def test_of_all_bf16_values_the_infinities_and_the_nan_are_not_finite():
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    assert [_is_finite(one) for one in values.split(1)] == torch.isfinite(values).tolist()
+
+
+@pytest.mark.parametrize("where", [0, _CHECKED_AT_ONCE - 1, _CHECKED_AT_ONCE, -1])
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+def test_one_value_among_many_is_found_wherever_it_is(where, bad):
+    values = torch.zeros(_CHECKED_AT_ONCE + 7, 1, dtype=torch.bfloat16)
+    assert _is_finite(values)
+    values[where] = bad
+    assert not _is_finite(values)
+
+
+def test_states_are_the_file_itself_until_they_are_copied(tmp_path):
+    aux, last = states(rows=4096, width=64)
+    publish(tmp_path, "row-1", range(4096), aux, last, LAYERS)
+    taken = take_it(tmp_path, ids=list(range(4096)), aux_width=192, width=64)
+    assert is_mapped(taken.aux, "row-1.safetensors")
+    assert is_mapped(taken.last, "row-1.safetensors")
+    copied = taken.copied()
+    del taken
+    assert "row-1.safetensors" not in Path("/proc/self/maps").read_text(), "room is still taken"
+    assert copied.input_ids.tolist() == list(range(4096))
+    assert torch.equal(copied.aux, aux.bfloat16())
+    assert torch.equal(copied.last, last.bfloat16())
+
+
+def is_mapped(tensor, name):
+    """Whether the tensor's memory is that of the file of this name, which may be gone."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return name in line
+    raise AssertionError("the tensor is in no memory of this process")
 
 
 def test_a_file_renamed_to_another_request_is_found_out(tmp_path):
