@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 
 from training.features import FeatureFault, FeatureRow
@@ -191,12 +192,8 @@ def pack(rows: Sequence[FeatureRow], *, steps: int, aux_size: int, last_size: in
         sample_ids=tuple(row.sample_id for row in rows),
         input_ids=torch.cat([none, *(row.input_ids for row in rows)]),
         positions=torch.cat([none, *(torch.arange(len(row.input_ids)) for row in rows)]),
-        aux=torch.cat([row.aux for row in rows])
-        if rows
-        else torch.zeros(0, aux_size, dtype=torch.bfloat16),
-        last=torch.cat([row.last for row in rows])
-        if rows
-        else torch.zeros(0, last_size, dtype=torch.bfloat16),
+        aux=_joined([row.aux for row in rows], aux_size),
+        last=_joined([row.last for row in rows], last_size),
         rows=rows_at,
         counted=flags,
         documents=torch.cat([none, *documents]),
@@ -206,3 +203,16 @@ def pack(rows: Sequence[FeatureRow], *, steps: int, aux_size: int, last_size: in
         given_of=given_of,
         spans=tuple(spans),
     )
+
+
+def _joined(states: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+    """States below each other, in new memory.
+
+    numpy asks the system for large pages and torch does not: the faults of small ones can take
+    longer than what is copied there.
+    """
+    if not states:
+        return torch.zeros(0, size, dtype=torch.bfloat16)
+    dtype, tokens = states[0].dtype, sum(len(one) for one in states)
+    memory = torch.from_numpy(np.empty(tokens * size * dtype.itemsize, np.uint8))
+    return torch.cat(list(states), out=memory.view(dtype).view(tokens, size))
