@@ -1,13 +1,13 @@
 """Proofs about hidden states and the draft vocabulary. See also `draft_proofs`."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.capture_probe import TOLERANCE, check_layers
+from pipelines.capture_probe import TOLERANCE, check_layers, relative_error
 from pipelines.errors import PreflightFailed
 from pipelines.proof import (
     Breaks,
@@ -18,11 +18,13 @@ from pipelines.proof import (
     digest_of,
     load_tensors,
 )
+from training.config import Storage
 
 _SAMPLED_ROWS_PER_SHARD = 4
 _WITNESSED_ROWS = 4  # spread over all; of each so many tokens, which no later one changes
 _WITNESSED_TOKENS = 256  # or more: the prompt, and so many of its answer
 _WITNESSED_ANSWER = 16
+_SAFETENSORS: dict[Storage, str] = {"bfloat16": "BF16", "float8_e4m3": "F8_E4M3", "int8": "I8"}
 
 
 # --- features
@@ -98,29 +100,18 @@ def feature_states(evidence: Evidence) -> str:
     """States are finite, not constant and as wide as the target says; layers are the profile's."""
     import torch
 
-    profile, breaks, blocks = evidence.recipe.target.profile, Breaks(), 0
+    from training.features import read_aux
+
+    breaks, blocks = Breaks(), 0
     for shard, rows in _shards(evidence):
-        name = rows[0]["shard"]
-        written = json.loads(shard.metadata()["aux_layer_ids"])
-        if written != list(profile.aux_layer_ids):
-            breaks.add(name, f"layers {written}, the profile says {list(profile.aux_layer_ids)}")
-        width = evidence.target_number("hidden_size")
-        total = shard.get_slice("input_ids").get_shape()[0]
-        taught = sum(row["length"] - row["teaches_from"] for row in rows)
-        for part, count, layers in (
-            ("aux", total, len(profile.aux_layer_ids)),
-            ("last", taught, 1),
-        ):
-            view = shard.get_slice(part)
-            if width is not None and view.get_shape() != [count, layers * width]:
-                breaks.add(name, f"{part} is {view.get_shape()}, not {[count, layers * width]}")
-                continue
-            if view.get_dtype() != "BF16":
-                breaks.add(name, f"{part} is {view.get_dtype()}, not BF16")
-            step = max(1, len(rows) // _SAMPLED_ROWS_PER_SHARD)
-            for row in rows[::step]:
+        faults = list(_misshapen(evidence, shard, rows))
+        for fault in faults:
+            breaks.add(rows[0]["shard"], fault)
+        for row in () if faults else rows[:: max(1, len(rows) // _SAMPLED_ROWS_PER_SHARD)]:
+            place = _place(row)
+            last = shard.get_slice("last")[place["last"]]
+            for part, states in (("aux", read_aux(shard, place["aux"])), ("last", last)):
                 blocks += 1
-                states = view[_place(row)[part]]
                 if not bool(torch.isfinite(states).all()):
                     breaks.add(row["sample_id"], f"{part} holds a value that is not finite")
                 elif not bool(states.any(dim=-1).all()):
@@ -129,11 +120,36 @@ def feature_states(evidence: Evidence) -> str:
     return f"{blocks:,} blocks of states sampled"
 
 
+def _misshapen(evidence: Evidence, shard: Any, rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Where a shard's layers, types and shapes are not those of the target and the recipe."""
+    layers, storage = evidence.recipe.target.profile.aux_layer_ids, evidence.recipe.capture.storage
+    written = json.loads(shard.metadata()["aux_layer_ids"])
+    if written != list(layers):
+        yield f"layers {written}, the profile says {list(layers)}"
+    tokens = shard.get_slice("input_ids").get_shape()[0]
+    taught = sum(row["length"] - row["teaches_from"] for row in rows)
+    expected = {"aux": (_SAFETENSORS[storage], tokens), "last": ("BF16", taught)}
+    widths = {"aux_scale": len(layers)}
+    if storage != "bfloat16":
+        expected["aux_scale"] = ("F32", tokens)
+    if (width := evidence.target_number("hidden_size")) is not None:
+        widths |= {"aux": len(layers) * width, "last": width}
+    for part, (kind, count) in expected.items():
+        view = shard.get_slice(part)
+        shape = view.get_shape()
+        wanted = [count, widths.get(part, shape[-1])]  # a target out of reach says no width
+        if shape != wanted:
+            yield f"{part} is {shape}, not {wanted}"
+        if view.get_dtype() != kind:
+            yield f"{part} is {view.get_dtype()}, not {kind}"
+
+
 def feature_targets(evidence: Evidence) -> str:
     """The target, run once more over a few rows by transformers, gives the stored states."""
     import torch
 
     from pipelines.witness import MAX_TARGET_BYTES, Witness, can_witness
+    from training.features import read_aux
 
     evidence.need("capture")
     recipe, servers = evidence.recipe, evidence.recipe.capture.servers
@@ -154,14 +170,16 @@ def feature_targets(evidence: Evidence) -> str:
                 continue
             tokens = max(_WITNESSED_TOKENS, row["teaches_from"] + _WITNESSED_ANSWER)
             places = _place(row, min(row["length"], tokens))
-            ids, aux, last = (shard.get_slice(one)[places[one]] for one in places)
+            ids, last = (shard.get_slice(one)[places[one]] for one in ("input_ids", "last"))
+            states, layers = witness.states(ids.tolist()), recipe.target.profile.aux_layer_ids
+            cost = _storage_error([states[layer + 1] for layer in layers], recipe.capture.storage)
             try:
                 error = check_layers(
-                    aux,
+                    read_aux(shard, places["aux"]),
                     last,
-                    states=witness.states(ids.tolist()),
-                    aux_layer_ids=recipe.target.profile.aux_layer_ids,
-                    tolerance=TOLERANCE[servers.dtype],
+                    states=states,
+                    aux_layer_ids=layers,
+                    tolerance=TOLERANCE[servers.dtype] + cost,
                 )
             except PreflightFailed as fault:
                 breaks.add(row["sample_id"], fault.seen.replace("the server's", "its"))
@@ -169,6 +187,17 @@ def feature_targets(evidence: Evidence) -> str:
                 worst = max(worst, error)
     breaks.raise_if_any()
     return f"{len(wanted)} rows computed again, off by at most {worst:.2g}"
+
+
+def _storage_error(states: Sequence[Any], storage: Storage) -> float:
+    """How far storing alone puts the target's own states [T, H] off, at most of all layers."""
+    from training.features import from_eight_bits, to_eight_bits
+
+    if storage == "bfloat16":  # what TOLERANCE counts on
+        return 0.0
+    return max(
+        relative_error(from_eight_bits(*to_eight_bits(one, 1, storage)), one) for one in states
+    )
 
 
 def _index(evidence: Evidence) -> list[dict[str, Any]]:
@@ -198,6 +227,11 @@ def _place(row: dict[str, Any], tokens: int | None = None) -> dict[str, slice]:
     return {"input_ids": whole, "aux": whole, "last": last}
 
 
+def _tensors(storage: Storage) -> set[str]:
+    scales = set() if storage == "bfloat16" else {"aux_scale"}
+    return {"input_ids", "loss_mask", "aux", "last"} | scales
+
+
 def _shards(evidence: Evidence) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
     """Each shard, opened, with its rows of the index; one is open at a time."""
     from safetensors import SafetensorError, safe_open
@@ -208,7 +242,7 @@ def _shards(evidence: Evidence) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
     for name, rows in by_shard.items():
         try:
             with safe_open(evidence.run.features / name, framework="pt") as shard:
-                missing = {"input_ids", "loss_mask", "aux", "last"} - set(shard.keys())
+                missing = _tensors(evidence.recipe.capture.storage) - set(shard.keys())
                 if missing:
                     raise Broken(f"{name} has no {min(missing)}")
                 yield shard, rows

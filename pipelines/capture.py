@@ -94,7 +94,7 @@ def note_tokens(recipe: Recipe, run: RunFolder) -> dict[str, Any]:
         run.features / TOKENS_FILE, (_tokens(rows.slice(at, _ROWS_PER_BATCH)) for at in batches)
     )
     tokens = int(lengths(rows).sum())
-    size = tokens * TokenBytes.of(config).at_most
+    size = tokens * TokenBytes.of(config, recipe.capture.storage).at_most
     return {
         "headline": f"{rows.num_rows:,} samples, {tokens:,} tokens; their states "
         f"({size / 1e9:,.1f} GB) are made while training",
@@ -132,6 +132,7 @@ def plan_capture(recipe: Recipe, run: RunFolder, only: Collection[str] | None = 
         depends_on={
             "target": recipe.target.path,
             "layers": layer_ids,
+            "storage": recipe.capture.storage,
             "servers": _what_decides(servers),
         },
     )
@@ -146,7 +147,7 @@ def plan_capture(recipe: Recipe, run: RunFolder, only: Collection[str] | None = 
         run.features,
         shards,
         plan.missing,
-        size=TokenBytes.of(config),
+        size=TokenBytes.of(config, recipe.capture.storage),
         quota_bytes=recipe.capture.max_bytes,
     )
     return plan

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from pipelines.errors import PreflightFailed
 from pipelines.storage import listed, readable
 from pipelines.store import RunFolder, sha256_of, write_parquet
-from training.config import DraftConfig
+from training.config import DraftConfig, Storage
 from training.features import FEATURES_VERSION, INDEX_SCHEMA
 
 Dtype = Literal["float32", "bfloat16"]
@@ -124,15 +124,16 @@ def lengths(rows: pa.Table) -> np.ndarray:
 class TokenBytes:
     """What one token takes on disk: its aux states, and its last state if it is of an answer."""
 
-    aux: int
+    aux: int  # scales included
     last: int
     ids: int = 5  # an int32 id and a byte of the mask
 
     @staticmethod
-    def of(config: DraftConfig) -> "TokenBytes":
+    def of(config: DraftConfig, storage: Storage) -> "TokenBytes":
         """Of the states that a draft of this config is trained on."""
         width, layers = config.target_hidden_size, len(config.aux_layer_ids)
-        return TokenBytes(2 * layers * width, 2 * width)
+        aux = 2 * width if storage == "bfloat16" else width + 4
+        return TokenBytes(layers * aux, 2 * width)
 
     @property
     def at_most(self) -> int:

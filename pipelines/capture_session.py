@@ -139,7 +139,11 @@ class CaptureSession:
         index = INDEX_SCHEMA.empty_table()
         if rows:
             index = write_shard(
-                features, shard.name, rows, aux_layer_ids=self._config.aux_layer_ids
+                features,
+                shard.name,
+                rows,
+                aux_layer_ids=self._config.aux_layer_ids,
+                storage=self._recipe.capture.storage,
             )
         else:
             (features / shard.name).unlink(missing_ok=True)

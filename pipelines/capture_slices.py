@@ -30,7 +30,7 @@ def captured_slices(
     """
     # One rank reads all rows that a step needs, whatever the number of workers is.
     plan = RowPlan(rows, recipe.train, rank=0, world=1)
-    size = TokenBytes.of(config).at_most
+    size = TokenBytes.of(config, recipe.capture.storage).at_most
     while True:
         step = checkpoint.newest_step(run.checkpoints)
         until, wanted = next_slice(plan, step, room=recipe.capture.max_bytes // size)

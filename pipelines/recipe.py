@@ -27,7 +27,7 @@ from pipelines.errors import BadRecipe
 from pipelines.schema import Domain
 from pipelines.sources.row import FormatName
 from pipelines.storage import location_of
-from training.config import DraftShape, TrainConfig
+from training.config import DraftShape, Storage, TrainConfig
 
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,62}$")]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -271,9 +271,20 @@ class Capture(Strict):
 
     mode: Literal["offline", "streaming", "chunked"] = "offline"
     servers: Servers
+    # Of the aux states on disk; with 8 bits, each token and layer has its own scale. See README.
+    storage: Storage = "bfloat16"
     samples_per_shard: PositiveInt = 64
     max_bytes: PositiveInt  # the quota, compared with an estimate before the first byte
     pool: PoolConfig = PoolConfig()
+
+    @model_validator(mode="after")
+    def _what_is_stored_lies_on_disk(self) -> "Capture":
+        if self.mode == "streaming" and self.storage != "bfloat16":
+            raise ValueError(
+                f"storage {self.storage} is of states on disk, and streaming keeps none there; "
+                "set storage to bfloat16, or mode to offline or chunked"
+            )
+        return self
 
     @model_validator(mode="after")
     def _launched_servers_can_capture(self) -> "Capture":
@@ -427,7 +438,8 @@ def _dependencies(recipe: dict[str, Any]) -> dict[str, Any]:
             recipe["generate"]["samples_per_prompt"],
             {key: recipe["generate"]["gates"][key] for key in ROW_GATES},
         ],
-        "capture": [],
+        # bfloat16 is what there was before there was a choice.
+        "capture": [one for one in [recipe["capture"]["storage"]] if one != "bfloat16"],
         "train": [recipe["draft"], train],
         "evaluate": [
             recipe["evaluate"][key] for key in ("draft_steps", "max_new_tokens", "prompts_per_set")

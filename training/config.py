@@ -12,6 +12,9 @@ from pydantic import (
     model_validator,
 )
 
+# How aux states lie on disk; the two with 8 bits have a scale for each token and layer.
+Storage = Literal["bfloat16", "float8_e4m3", "int8"]
+
 _Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

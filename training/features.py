@@ -10,6 +10,9 @@ says where each sample lies. Shards are memory-mapped, and addressed by (shard, 
 
 A row that counts is taught by the last states of tokens from the first that may teach on, and by no
 earlier one: `last` holds those alone. The aux states of the others are attention's keys.
+
+Where storage has 8 bits, `aux` is float8_e4m3 or int8, and `aux_scale` [N, A] fp32 says what to
+multiply each layer's state by. `last` is bf16 always: it is the label.
 """
 
 import json
@@ -26,8 +29,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from training.config import Storage
+
 FEATURES_VERSION = "2"
 _FAILED = "failed.json"
+# The type of `aux`, and the largest value that it is given.
+STORED: Mapping[Storage, tuple[torch.dtype, float]] = {
+    "bfloat16": (torch.bfloat16, float("inf")),
+    "float8_e4m3": (torch.float8_e4m3fn, 448.0),
+    "int8": (torch.int8, 127.0),
+}
 
 INDEX_SCHEMA = pa.schema(
     [
@@ -103,7 +114,12 @@ class FeatureRows(Protocol):
 
 
 def write_shard(
-    folder: Path, name: str, rows: Sequence[FeatureRow], *, aux_layer_ids: Sequence[int]
+    folder: Path,
+    name: str,
+    rows: Sequence[FeatureRow],
+    *,
+    aux_layer_ids: Sequence[int],
+    storage: Storage = "bfloat16",
 ) -> pa.Table:
     """Write one shard, whole or not at all, and return its part of the index.
 
@@ -118,9 +134,13 @@ def write_shard(
     tensors = {
         "input_ids": torch.cat([row.input_ids for row in rows]).to(torch.int32),
         "loss_mask": torch.cat([row.loss_mask for row in rows]).to(torch.bool),
-        "aux": torch.cat([row.aux for row in rows]).to(torch.bfloat16),
         "last": torch.cat(last).to(torch.bfloat16),
     }
+    if storage == "bfloat16":
+        tensors["aux"] = torch.cat([row.aux for row in rows]).to(torch.bfloat16)
+    else:
+        made = [to_eight_bits(row.aux, len(aux_layer_ids), storage) for row in rows]
+        tensors["aux"], tensors["aux_scale"] = (torch.cat(some) for some in zip(*made, strict=True))
     # One key only: safetensors writes several in random order, and the same rows must give the
     # same bytes. The version is the index's.
     metadata = {"aux_layer_ids": json.dumps(list(aux_layer_ids))}
@@ -146,6 +166,40 @@ def write_shard(
         },
         schema=INDEX_SCHEMA,
     )
+
+
+def to_eight_bits(
+    aux: torch.Tensor,  # [T, A*H], finite
+    layers: int,
+    storage: Storage,
+) -> tuple[torch.Tensor, torch.Tensor]:  # [T, A*H], [T, A] fp32
+    """States in 8 bits, and their scales: the largest value of each becomes the type's largest."""
+    dtype, largest = STORED[storage]
+    states = aux.float().unflatten(1, (layers, -1))  # [T, A, H]
+    scale = states.abs().amax(-1).div(largest).clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = states / scale[..., None]
+    values = scaled.round() if dtype == torch.int8 else scaled
+    return values.clamp(-largest, largest).flatten(1).to(dtype), scale
+
+
+def from_eight_bits(
+    values: torch.Tensor,  # [T, A*H] in 8 bits
+    scale: torch.Tensor,  # [T, A] fp32
+) -> torch.Tensor:  # [T, A*H] bf16
+    """The states again, as near as 8 bits are."""
+    states = values.float().unflatten(1, (scale.shape[1], -1))
+    return (states * scale[..., None]).flatten(1).to(torch.bfloat16)
+
+
+def read_aux(shard: safe_open, place: slice) -> torch.Tensor:
+    """`aux` [T, A*H] bf16 of some tokens of a shard, however it is stored."""
+    values = shard.get_slice("aux")[place]
+    if values.dtype == torch.bfloat16:
+        return values
+    scale = shard.get_slice("aux_scale")[place]
+    if len(scale) != len(values):  # one alone would be taken for all
+        raise FeatureFault(f"aux has {len(values)} tokens at {place}, aux_scale {len(scale)}")
+    return from_eight_bits(values, scale)
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
@@ -232,7 +286,7 @@ class FeatureStore:
             domain=self.domains[row],
             input_ids=input_ids,
             loss_mask=loss_mask,
-            aux=shard.get_slice("aux")[start:end],
+            aux=read_aux(shard, slice(start, end)),
             last=torch.cat([taught.new_full((first, taught.shape[1]), torch.nan), taught]),
         )
 

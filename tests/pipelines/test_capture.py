@@ -21,6 +21,7 @@ from pipelines.store import RunFolder
 from pipelines.telemetry import EventLog
 from pipelines.witness import Witness
 from tests.support.capture_server import CaptureServer, serving
+from tests.support.tiny_draft import TINY_DRAFT
 from tests.support.tiny_run import tiny_run, write_responses
 from tests.support.tiny_target import AUX_LAYER_IDS
 from training.features import FeatureStore
@@ -211,15 +212,32 @@ def test_the_quota_refuses_before_anything_is_written(tmp_path, tiny_target):
     assert not run.features.exists()
 
 
-def test_the_estimate_is_what_the_files_take(tmp_path, tiny_target):
-    recipe, run = tiny_run(tmp_path, tiny_target)
+@pytest.mark.parametrize("storage", ["bfloat16", "float8_e4m3", "int8"])
+def test_the_estimate_is_what_the_files_take(tmp_path, tiny_target, storage):
+    recipe, run = tiny_run(tmp_path, tiny_target, f"capture.storage={storage}")
     write_responses(run, 30)
     counts = captured(recipe, run, tmp_path / "states")
     plan = plan_capture(recipe, run)
-    estimate = estimate_bytes(plan.shards, TokenBytes.of(plan.config))
+    estimate = estimate_bytes(plan.shards, TokenBytes.of(plan.config, storage))
     stored = sum(path.stat().st_size for path in run.features.iterdir())
     assert counts["bytes"] < estimate
     assert stored < 1.1 * estimate
+
+
+def test_states_in_another_storage_are_made_again(tmp_path, tiny_target):
+    recipe, run = tiny_run(tmp_path, tiny_target)
+    write_responses(run, 9)
+    captured(recipe, run, tmp_path / "states")
+    recipe, run = tiny_run(tmp_path, tiny_target, "capture.storage=int8")
+    assert plan_capture(recipe, run).done == {}
+
+
+def test_a_token_of_kimi_k25_takes_what_its_config_says():
+    kimi = TINY_DRAFT.model_copy(update={"target_hidden_size": 7168, "aux_layer_ids": (1, 29, 57)})
+    whole, half = (TokenBytes.of(kimi, one) for one in ("bfloat16", "float8_e4m3"))
+    assert whole.aux + whole.last == 57_344
+    assert half.aux == whole.aux / 2 + 3 * 4  # a scale for each layer
+    assert whole.total(100, 30) == 100 * (3 * 7168 * 2 + 5) + 30 * 7168 * 2
 
 
 def test_no_response_that_passed_is_a_clear_refusal(tmp_path, tiny_target):

@@ -88,6 +88,11 @@ def test_a_missing_recipe_or_profile_is_named(tmp_path):
         load_recipe(path)
 
 
+def test_states_that_are_never_on_disk_have_no_storage_there():
+    with pytest.raises(BadRecipe, match="streaming keeps none there"):
+        load_recipe(QUICKSTART, ["capture.mode=streaming", "capture.storage=int8"])
+
+
 def test_two_sets_of_one_name_are_refused():
     one = "{name: chat, path: a.jsonl, domain: chat}"
     with pytest.raises(BadRecipe, match="two prompt sets"):
@@ -109,6 +114,7 @@ def test_two_sets_of_one_name_are_refused():
         ),
         ("generate.servers.threads_per_server=1", set()),
         ("evaluate.draft_steps=2", {"evaluate"}),
+        ("capture.storage=int8", {"capture", "train", "export", "evaluate"}),
         ("train.epochs=1", {"train", "export", "evaluate"}),
         (
             "generate.sampling.temperature=0.5",

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -16,7 +17,14 @@ from pipelines.recipe import load_recipe
 from pipelines.store import RunFolder, sha256_of
 from pipelines.verify import VerifyReport, render, verify
 from tests.support.corruption_table import CORRUPTIONS
-from tests.support.corruptions import committed, draft, edit_rows, reseal, shard
+from tests.support.corruptions import (
+    committed,
+    draft,
+    edit_rows,
+    edit_tensors,
+    reseal,
+    shard,
+)
 from tests.support.good_run import make_good_run, write_segments
 
 
@@ -50,6 +58,39 @@ def test_a_good_run_passes_every_check_and_is_not_touched(good, monkeypatch):
     assert [one for one in report.checks if one.outcome != "passed"] == []
     assert snapshot(good) == before
     assert CliRunner().invoke(app, ["verify", str(good.root)]).exit_code == 0
+
+
+@pytest.fixture(scope="module", params=["float8_e4m3", "int8"])
+def in_eight_bits(request, tmp_path_factory, tiny_target) -> RunFolder:
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_good_run(folder, tiny_target, f"capture.storage={request.param}", until="capture")
+
+
+def test_states_in_eight_bits_are_proved_with_what_storing_costs(in_eight_bits):
+    report = verify(in_eight_bits)
+    features = [one for one in report.checks if one.name.startswith("features")]
+    assert [one.outcome for one in features] == ["passed"] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "words"),
+    [
+        (lambda t: t["aux_scale"][0].fill_(torch.nan), "features: states", "not finite"),
+        (lambda t: t.update(aux_scale=t["aux_scale"][:-1].clone()), "features: states", "scale is"),
+        (lambda t: t["aux_scale"].mul_(1.2), "features: target", "is off by"),
+        (
+            lambda t: t.update(aux=t["aux"].roll(64, 1), aux_scale=t["aux_scale"].roll(1, 1)),
+            "features: target",
+            "shifted by",
+        ),
+        (lambda t: t.pop("aux_scale"), "features: states", "has no aux_scale"),
+        (lambda t: t.update(aux=t["aux"].to(torch.bfloat16)), "features: states", "is BF16, not"),
+    ],
+)
+def test_damage_to_states_in_eight_bits_is_found(in_eight_bits, tmp_path, change, check, words):
+    run = RunFolder(shutil.copytree(in_eight_bits.root, tmp_path / "run"))
+    edit_tensors(run.features / "shard-00000.safetensors", change)
+    assert words in failures(verify(run))[check]
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)

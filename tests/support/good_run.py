@@ -55,9 +55,11 @@ FAILED_PROMPTS, REJECTED_PROMPTS = 1, 2
 _LETTERS = range(3, 97)  # ids of printable ASCII in the tiny tokenizer
 
 
-def make_good_run(folder: Path, target: Path, *, until: str = "evaluate") -> RunFolder:
+def make_good_run(
+    folder: Path, target: Path, *overrides: str, until: str = "evaluate"
+) -> RunFolder:
     """Write recipe and run into `folder`, up to and with the stage `until`; return the run."""
-    recipe = load_recipe(write_recipe(folder, target))
+    recipe = load_recipe(write_recipe(folder, target), overrides)
     run = RunFolder(Path(recipe.run_folder))
     run.create()
     run.recipe.write_text(dump_recipe(recipe))
@@ -169,7 +171,15 @@ def _capture(recipe: Recipe, run: RunFolder, _events: EventLog) -> dict:
                 )
             )
         name = f"shard-{number:05d}.safetensors"
-        parts.append(write_shard(run.features, name, rows, aux_layer_ids=profile.aux_layer_ids))
+        parts.append(
+            write_shard(
+                run.features,
+                name,
+                rows,
+                aux_layer_ids=profile.aux_layer_ids,
+                storage=recipe.capture.storage,
+            )
+        )
     write_parquet(run.features / "index.parquet", pa.concat_tables(parts))
     return {"headline": f"{table.num_rows} samples", "samples": table.num_rows, "tokens": tokens}
 

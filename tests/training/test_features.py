@@ -7,13 +7,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_training import DRAFT, random_rows, write_features
-from training.features import FeatureFault, FeatureRow, FeatureStore, teaches_from, write_shard
+from training.features import (
+    STORED,
+    FeatureFault,
+    FeatureRow,
+    FeatureStore,
+    from_eight_bits,
+    read_aux,
+    teaches_from,
+    to_eight_bits,
+    write_shard,
+)
 from training.packing import pack
 
 LAYERS, SIZE = DRAFT.aux_layer_ids, DRAFT.target_hidden_size
+SHARD = "shard-00000.safetensors"
 
 
 def store_of(folder: Path) -> FeatureStore:
@@ -66,7 +78,7 @@ def test_a_state_that_is_not_finite_is_refused_by_name(tmp_path, name, place):
     row = random_rows(1)[0]
     getattr(row, name)[place, 3] = torch.nan
     with pytest.raises(FeatureFault, match="chat-0000: a hidden state is not finite"):
-        write_shard(tmp_path, "shard-00000.safetensors", [row], aux_layer_ids=LAYERS)
+        write_shard(tmp_path, SHARD, [row], aux_layer_ids=LAYERS)
     assert not list(tmp_path.glob("*"))
 
 
@@ -112,3 +124,67 @@ def test_a_shard_without_the_end_of_its_last_states_is_refused(tmp_path):
     changed(tmp_path, beyond)
     with pytest.raises(FeatureFault, match=r"last has .* rows for"):
         store_of(tmp_path).row(1)
+
+
+# In 8 bits
+
+
+def outliers(tokens: int = 20) -> torch.Tensor:
+    """[T, A*H]: layers of very different size, a channel far above the others, a token of zeros."""
+    states = torch.randn(tokens, 3, SIZE, generator=torch.Generator().manual_seed(2))
+    states *= torch.tensor([1e-4, 1.0, 1e4])[None, :, None]
+    states[:, :, 5] *= 300
+    states[4] = 0
+    return states.flatten(1).bfloat16()
+
+
+@pytest.mark.parametrize("storage", ["float8_e4m3", "int8"])
+def test_a_state_in_eight_bits_is_off_by_no_more_than_a_step_of_its_own_layers_scale(storage):
+    states = outliers()
+    values, scale = to_eight_bits(states, 3, storage)
+    assert (values.dtype, values.element_size()) == (STORED[storage][0], 1)
+    assert scale.shape == (20, 3)
+    seen = from_eight_bits(values, scale).float().unflatten(1, (3, -1))
+    given = states.float().unflatten(1, (3, -1))
+    # int8 has steps of one scale; of e4m3 a step is an eighth of a power of two, at least 2^-9.
+    step = (
+        scale[..., None].expand_as(given)
+        if storage == "int8"
+        else torch.maximum(given.abs() / 8, scale[..., None] * 2**-9)
+    )
+    assert ((seen - given).abs() <= step / 2 + given.abs() * 2**-8).all()
+    assert not seen[4].any()
+
+
+@pytest.mark.parametrize("storage", ["float8_e4m3", "int8"])
+def test_a_shard_in_eight_bits_gives_the_rounded_aux_states_and_the_very_last_ones(
+    tmp_path, storage
+):
+    rows = random_rows(5)
+    part = write_shard(tmp_path, SHARD, rows, aux_layer_ids=LAYERS, storage=storage)
+    pq.write_table(part, tmp_path / "index.parquet")
+    store = store_of(tmp_path)
+    for number, row in enumerate(rows):
+        seen, first = store.row(number), teaches_from(row.loss_mask)
+        assert torch.equal(seen.aux, from_eight_bits(*to_eight_bits(row.aux, 3, storage)))
+        assert torch.equal(seen.last[first:], row.last[first:])
+    tensors = load_file(tmp_path / SHARD)
+    assert {tensors["aux"].element_size(), tensors["aux_scale"].element_size()} == {1, 4}
+
+
+@pytest.mark.parametrize("storage", ["float8_e4m3", "int8"])
+def test_no_infinite_state_is_rounded_to_a_finite_one(tmp_path, storage):
+    row = random_rows(1)[0]
+    row.aux[1, 2] = torch.inf
+    with pytest.raises(FeatureFault, match="chat-0000: a hidden state is not finite"):
+        write_shard(tmp_path, SHARD, [row], aux_layer_ids=LAYERS, storage=storage)
+
+
+def test_a_scale_that_is_missing_is_not_taken_from_another_token(tmp_path):
+    path = tmp_path / SHARD
+    row = random_rows(1)[0]
+    write_shard(tmp_path, SHARD, [row], aux_layer_ids=LAYERS, storage="int8")
+    tensors = load_file(path)
+    save_file(tensors | {"aux_scale": tensors["aux_scale"][:1].clone()}, path)
+    with safe_open(path, framework="pt") as shard, pytest.raises(FeatureFault, match="aux_scale 1"):
+        read_aux(shard, slice(0, 5))
