@@ -86,7 +86,7 @@ def capture_rows(
 def note_tokens(recipe: Recipe, run: RunFolder) -> dict[str, Any]:
     """Write the tokens of all rows, for training that has their states made as it needs them."""
     own_servers(recipe)
-    config, rows = _draft_config(recipe), read_responses(run, _sets(recipe))
+    config, rows = draft_of(recipe), read_responses(run, _sets(recipe))
     run.features.mkdir(parents=True, exist_ok=True)
     forget_shards(run.features)
     batches = range(0, rows.num_rows, _ROWS_PER_BATCH)
@@ -122,7 +122,7 @@ def _sets(recipe: Recipe) -> list[str]:
 def plan_capture(recipe: Recipe, run: RunFolder, only: Collection[str] | None = None) -> Plan:
     """Decide which shards to make, and write nothing. Raises `PreflightFailed`."""
     servers, layer_ids = own_servers(recipe), recipe.target.profile.aux_layer_ids
-    config = _draft_config(recipe)
+    config = draft_of(recipe)
     rows = read_responses(run, _sets(recipe))
     if only is not None:
         rows = rows.filter(pc.is_in(rows["sample_id"], pa.array(sorted(only), pa.string())))
@@ -201,7 +201,7 @@ def _what_decides(servers: EmbeddedServers | LaunchedServers) -> list[Any]:
     return [servers.kind, servers.device, given]
 
 
-def _draft_config(recipe: Recipe) -> DraftConfig:
+def draft_of(recipe: Recipe) -> DraftConfig:
     """What the states' shapes follow from; a target that fits no draft is refused here already."""
     target = recipe.target
     try:

@@ -148,11 +148,17 @@ class TokenBytes:
 def estimate_bytes(shards: Sequence[Shard], size: TokenBytes) -> int:
     """Size of the shards: of the tokens, and small change."""
     return sum(
-        size.total(shard.tokens, shard.answer_tokens)
-        + shard.rows.num_rows * _INDEX_BYTES_PER_ROW
-        + _HEADER_BYTES_PER_SHARD
+        stored_bytes(size, shard.rows.num_rows, shard.tokens, shard.answer_tokens)
         for shard in shards
     )
+
+
+def stored_bytes(
+    size: TokenBytes, samples: int, tokens: int, answer_tokens: int, *, shards: int = 1
+) -> int:
+    """What so many samples take, their index and the shards' headers included."""
+    small_change = samples * _INDEX_BYTES_PER_ROW + shards * _HEADER_BYTES_PER_SHARD
+    return size.total(tokens, answer_tokens) + small_change
 
 
 def check_room(

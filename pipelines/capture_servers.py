@@ -59,9 +59,8 @@ def capture_servers(
     Raises `PreflightFailed` where they do not start, and for as long as they are in use.
     """
     servers = own_servers(recipe)
-    in_flight = recipe.capture.pool.max_in_flight_per_server * servers.count
-    row_bytes = 2 * (len(config.aux_layer_ids) + 1) * config.target_hidden_size
-    with handover_folder(run, need_bytes=2 * in_flight * longest * row_bytes) as folder:
+    need = handover_bytes(recipe, config, longest=longest)
+    with handover_folder(run, need_bytes=need) as folder:
         admission: Admission | None = None
         context: int | None = None
         served_ids: tuple[int, ...] = ()
@@ -99,6 +98,13 @@ def capture_servers(
                 expected="a server that loads the target and stays up",
                 change="the log above says why; the same command goes on from here",
             ) from error
+
+
+def handover_bytes(recipe: Recipe, config: DraftConfig, *, longest: int) -> int:
+    """What the states of all requests in flight take in memory, and of those being read."""
+    in_flight = recipe.capture.pool.max_in_flight_per_server * own_servers(recipe).count
+    row_bytes = 2 * (len(config.aux_layer_ids) + 1) * config.target_hidden_size
+    return 2 * in_flight * longest * row_bytes
 
 
 def dtype_of(servers: EmbeddedServers | LaunchedServers) -> Dtype:

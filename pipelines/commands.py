@@ -127,7 +127,33 @@ def prepare(
     show_it(found, render, as_json=as_json)
 
 
-_stage_command("capture", "Run the answers through the target once more; keep hidden states.")
+@app.command()
+def capture(
+    recipe: RecipePath,
+    overrides: Overrides = [],  # noqa: B006 - typer reads it, nobody changes it
+    again: Again = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only look: what the states will take, in each mode.")
+    ] = False,
+    tokens_per_second: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="With --plan: what all your servers prefill together."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the answers through the target once more; keep hidden states."""
+    if not plan:
+        later = STAGES[STAGES.index("capture") :]
+        _run(recipe, overrides, ("capture",), later if again else (), as_json=as_json)
+        return
+    from pipelines.capture_estimate import plan as look
+    from pipelines.capture_estimate import render
+    from pipelines.recipe import load_recipe
+
+    found = look(load_recipe(recipe, overrides), tokens_per_second=tokens_per_second)
+    show_it(found, render, as_json=as_json)
+
+
 _stage_command("train", "Train the draft.")
 _stage_command("export", "Write the draft as SGLang loads it, and prove that it loads.")
 _stage_command("evaluate", "Measure the acceptance length on held-out prompts.")
