@@ -60,7 +60,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, effect=None) -> list:
     """Replace the Ray job; return the jobs that were launched."""
     seen = []
 
-    def launch(job):
+    def launch(job, streams):
+        assert streams is None, "states are on disk here"
         seen.append(job)
         summary = {
             "steps": 1,
