@@ -58,7 +58,7 @@ class Foreign:
             raise OSError(f"{self.name}: the store does not say how large it is")
         try:
             changed = self.system.modified(self.path).timestamp()
-        except NotImplementedError:
+        except NotImplementedError:  # fsspec: not every store tells when a file changed
             changed = None
         return Stat(size, changed)
 
